@@ -30,5 +30,8 @@ EXPERTS_CHUNK = 1024  # grouped by expert in one launch
 # Attention.
 PROMPT_TOKENS = 128  # of a chunk that small programs attend to; see `prompt_launch`
 
+# Processes that share a model.
+MOST_RANKS = 16
+
 # The CPU.
 CPU_PACKED_TOKENS = 80  # times planes of 4 bits: multiplied in codes; more by widened weights

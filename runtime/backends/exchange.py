@@ -7,15 +7,19 @@ head hands over its columns of logits and gets all. Every rank gets the same bit
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch.distributed import FileStore, ProcessGroupGloo
+from torch import Tensor, distributed
 
+from lowbit.formats.errors import ResourceError
 from lowbit.runtime.weights.share import Share
 
 LOOPBACK = "127.0.0.1"
+
+
+class PartedError(ResourceError):
+    """Another rank has ended, or does not answer."""
 
 
 class Exchange(Protocol):
@@ -42,7 +46,7 @@ class GlooExchange:
     """Ranks as processes of one machine that talk over its loopback interface."""
 
     share: Share
-    group: ProcessGroupGloo
+    group: Any  # a `ProcessGroupGloo`, whose stubs lack its methods
 
     def total(self, partial: Tensor) -> Tensor:
         """Sum of the partial sums of all ranks; see `Exchange.total`."""
@@ -61,24 +65,32 @@ class GlooExchange:
     def _all(self, own: Tensor) -> list[Tensor]:
         """Tensors of all ranks, of one shape."""
         found = [torch.empty_like(own) for _ in range(self.share.ranks)]
-        self.group.allgather([found], [own]).wait()
+        try:
+            self.group.allgather([found], [own]).wait()
+        except RuntimeError as error:
+            raise PartedError("another rank does not answer") from error
         return found
 
 
-def meet(share: Share, store: Path, timeout_s: float) -> GlooExchange:
+def meet(share: Share, store: Path, meet_s: float, exchange_s: float) -> GlooExchange:
     """Wait for all ranks, which have the same store, and connect them.
 
     Args:
         share: this rank.
         store: path of a file that all ranks can write, in a folder of theirs.
-        timeout_s: longest time that a rank waits for another, here and in an exchange.
+        meet_s: longest time that a rank waits for another here.
+        exchange_s: the same in an exchange.
 
     Raises:
-        RuntimeError: another rank has not come.
+        PartedError: another rank has not come.
     """
-    options = ProcessGroupGloo._Options()
-    options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-    options._timeout = timedelta(seconds=timeout_s)
-    file = FileStore(str(store), share.ranks)
-    file.set_timeout(timedelta(seconds=timeout_s))
-    return GlooExchange(share, ProcessGroupGloo(file, share.rank, share.ranks, options))
+    gloo: Any = distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=LOOPBACK)]
+    options._timeout = timedelta(seconds=exchange_s)
+    file = distributed.FileStore(str(store), share.ranks)  # type: ignore[attr-defined]
+    file.set_timeout(timedelta(seconds=meet_s))
+    try:
+        return GlooExchange(share, gloo(file, share.rank, share.ranks, options))
+    except RuntimeError as error:
+        raise PartedError("another rank has not come") from error

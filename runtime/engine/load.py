@@ -29,12 +29,15 @@ from lowbit.runtime.engine.memory import (
     choose_sequences,
 )
 from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.parallel.crew import Crew, load_shared
+from lowbit.runtime.engine.parallel.messages import Setup
 from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.vision import Vision, open_vision
 from lowbit.runtime.engine.vision_place import place_tower
 from lowbit.runtime.models.input_power import calibration_ids, check_searched, input_power
 from lowbit.runtime.models.loader import (
+    Decoder,
     OpenedModel,
     load_decoder,
     load_drafter,
@@ -43,9 +46,11 @@ from lowbit.runtime.models.loader import (
     with_drafter,
     without_head,
 )
+from lowbit.runtime.models.shards import check_ranks, shard_of
 from lowbit.runtime.state.device_state import CacheSize, kv_pages
 from lowbit.runtime.state.sampling_params import sampling_defaults
 from lowbit.runtime.text.tokenizer import load_tokenizer
+from lowbit.runtime.weights.share import Share
 
 if TYPE_CHECKING:
     from lowbit.runtime.kernels.launch.tuned import Launches
@@ -96,9 +101,12 @@ def load(
         template.prepare()  # while the weights are read
     launches = None if device == "cpu" else _launches_here()
     vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
-    account = Account(opened, device, dtype, plain_cache(dtype), vocabulary)
+    ranks = options.tensor_parallel
+    shard = _first_shard(opened, ranks, device)
+    account = Account(shard, device, dtype, plain_cache(dtype), vocabulary, ranks=ranks)
     decided, vision, no_vision = _with_vision(account, options)
-    opened, options = decided.account.opened, decided.options
+    shard, options = decided.account.opened, decided.options
+    opened = shard if ranks == 1 else opened
     chosen, cache = decided.kv_cache, decided.cache
     drafts = options.most_drafts(recurrent=opened.config.linear_layers is not None)
     beside = None
@@ -109,10 +117,18 @@ def load(
         power = input_power(original, calibration_ids(tokenizer, original), device, dtype)
         searched = _open(folder, None, options, power)
         opened = replace(searched, drafter=opened.drafter, draft=opened.draft)
-    decoder = load_decoder(opened, device, dtype, cache.context, launches)
+    crew: Crew | None = None
+    decoder: Decoder
+    if ranks > 1:
+        threads = options.threads or max(1, torch.get_num_threads() // ranks)
+        sizes = dtype, cache, chosen.cache_type, threads
+        crew, decoder = load_shared(Setup(folder, options, shard.share, Path(), *sizes), shard)
+    else:
+        decoder = load_decoder(opened, device, dtype, cache.context, launches)
     chunk = CHUNK if device != "cpu" else cpu_chunk(opened.token_weights() // len(decoder.layers))
     tokens = chunk, opened.part_tokens(device)
     runner = new_runner(decoder, vocabulary, cache, dtype, device, chosen.cache_type, *tokens)
+    runner.crew = crew
     if beside is not None:
         reader, rows = beside
         pages = kv_pages(reader.config, cache.all_pages, chosen.cache_type, device)
@@ -124,6 +140,8 @@ def load(
     elif options.threads is not None:
         engine.threads = None  # no other number is tried
         torch.set_num_threads(options.threads)
+    elif crew is not None:  # whose own thread has a number of its own
+        engine.threads = None
     return Model(
         folder=folder,
         options=asked,
@@ -143,7 +161,25 @@ def load(
         launches=launches,
         vision=vision,
         no_vision=no_vision,
+        crew=crew,
     )
+
+
+def _first_shard(opened: OpenedModel, ranks: int, device: str) -> OpenedModel:
+    """The part of a model that this process runs, of so many that share it.
+
+    Raises:
+        RequestError: the number does not fit the model, or there are several on a GPU.
+    """
+    if ranks == 1:
+        return opened
+    if device != "cpu":
+        raise RequestError(
+            f"`tensor_parallel` {ranks} on GPUs is not implemented yet",
+            hint="--device cpu runs it; for several GPUs serve the same folder with vLLM",
+        )
+    check_ranks(opened, ranks)
+    return shard_of(opened, Share(0, ranks))
 
 
 def _with_vision(account: Account, options: LoadOptions) -> tuple[Decided, Vision | None, str]:

@@ -1,5 +1,6 @@
 """Options for loading a checkpoint, from the command line to the engine, without torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
@@ -8,7 +9,7 @@ from lowbit.formats.activation_modes import ACTIVATIONS, Activations
 from lowbit.formats.errors import RequestError
 from lowbit.formats.fields import shown
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
-from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS, MOST_RANKS, STEP_TOKENS
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,11 @@ DEFAULT_ACTIVATIONS: Activations = "exact"  # likewise
 VisionDevice = Literal["auto", "cuda", "cpu"]  # of the tower that reads images
 VISION_DEVICES: tuple[VisionDevice, ...] = get_args(VisionDevice)
 DEFAULT_VISION_DEVICE: VisionDevice = "auto"
+# Values of options that work with several ranks
+SHARED_VALUES: Mapping[str, tuple[str | None, ...]] = {
+    "speculate": ("off", "ngram", None),
+    "activations": ("exact",),
+}
 MOST_DRAFTS = 15  # with the last token ROUND_TOKENS
 RECURRENT_DRAFTS = 7  # by default with linear layers: each draft takes a recurrent state
 
@@ -81,6 +87,9 @@ class LoadOptions:
         allow_control_tokens: control tokens that a message, a tool or an argument of the template
             spells, such as `<|im_end|>`, are these tokens, so that a message may end its turn and
             begin another. By default they are plain text. Raw prompts are taken as they are.
+        tensor_parallel: processes that share the model, each with some of its heads and a part of
+            its widths. On a CPU only; the numbers that fit depend on the model. Drafts come from
+            n-grams alone, and `activations` stay `exact`.
         vision_device: where the vision tower runs, which is read at the first image. `auto` takes
             the GPU of the model if the cache stays as large beside the tower and an image, streams
             the tower's weights onto it if that leaves room, and else takes the CPU; of sequences
@@ -107,6 +116,7 @@ class LoadOptions:
     drafter: str | Path | None = None
     allow_control_tokens: bool = False
     refuse_late_system: bool = False
+    tensor_parallel: int = 1
     vision_device: VisionDevice = DEFAULT_VISION_DEVICE
     takes_images: bool = True
 
@@ -133,6 +143,7 @@ class LoadOptions:
             raise _unknown("vision_device", VISION_DEVICES, self.vision_device)
         if self.speculate not in (None, *MODES):
             raise _unknown("speculate", MODES, self.speculate)
+        self._check_tensor_parallel()
         drafts = self.draft_tokens
         if drafts is not None and (type(drafts) is not int or not 1 <= drafts <= MOST_DRAFTS):
             raise RequestError(f"`draft_tokens` must be 1 to {MOST_DRAFTS}, got {shown(drafts)}")
@@ -142,6 +153,24 @@ class LoadOptions:
             raise RequestError(
                 f"`drafter` needs `speculate` {' or '.join(DRAFTER_MODES)}, "
                 f"got {self.speculate or 'none'}"
+            )
+
+    def _check_tensor_parallel(self) -> None:
+        ranks = self.tensor_parallel
+        if type(ranks) is not int or not 1 <= ranks <= MOST_RANKS:
+            raise RequestError(f"`tensor_parallel` must be 1 to {MOST_RANKS}, got {shown(ranks)}")
+        if ranks == 1:
+            return
+        for name, value in (("speculate", self.speculate), ("activations", self.activations)):
+            if value not in SHARED_VALUES[name]:
+                raise RequestError(
+                    f"`{name}` {value} does not work with `tensor_parallel` yet",
+                    hint=f"what works: {' or '.join(filter(None, SHARED_VALUES[name]))}",
+                )
+        if self.measures_inputs:
+            raise RequestError(
+                "`method` weighted does not work with `tensor_parallel` yet",
+                hint="what works: rtn or absmax; or a folder that lowbit-convert has made",
             )
 
     @property
@@ -181,6 +210,7 @@ class LoadKeywords(TypedDict, total=False):
     drafter: str | Path | None
     allow_control_tokens: bool
     refuse_late_system: bool
+    tensor_parallel: int
     vision_device: VisionDevice
     takes_images: bool
 

@@ -57,7 +57,13 @@ class Account:
     # Tokens of the cache that `kv_cache` auto keeps activations as they are for; None for all that
     # the options ask for
     auto_tokens: int | None = None
+    ranks: int = 1  # processes like this one, which share the memory of a CPU
     vision_bytes: int = 0  # kept free for the vision tower and an image
+
+    @property
+    def processes(self) -> int:
+        """Processes whose memory is that of the device."""
+        return self.ranks if self.device == "cpu" else 1
 
     def page_bytes(self, count: int) -> int:
         """Memory of so many pages, a drafter's included."""
@@ -65,7 +71,7 @@ class Account:
         pages = kv_pages(opened.config, count, self.cache_type, "meta", opened.head).size_bytes
         if opened.drafter is not None:
             pages += kv_pages(opened.drafter.config, count, self.cache_type, "meta").size_bytes
-        return pages
+        return pages * self.processes
 
     def row_bytes(self, size: CacheSize) -> int:
         """Memory of the sequences of a cache, whatever their length: states, sampler, logits.
@@ -84,7 +90,7 @@ class Account:
         if on_gpu:  # a CPU keeps no copy of logits
             kept = new_kept(size.sequences, self.vocabulary, config.vocab_size, "meta")
             taken += kept.nbytes
-        return taken
+        return taken * self.processes
 
     @property
     def _keeps_context(self) -> bool:
@@ -122,7 +128,7 @@ class Account:
         if self.device != "cpu":
             workspace = GPU_WORKSPACE + self.widened_bytes(size) + self.graph_bytes(size)
             workspace += self.drafter_bytes()
-        weights = self.opened.weight_bytes(self.device, self.dtype)
+        weights = self.opened.weight_bytes(self.device, self.dtype) * self.processes
         weights += self.vision_bytes
         return weights + workspace + self.row_bytes(size) + self.page_bytes(pages)
 

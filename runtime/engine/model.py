@@ -15,6 +15,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.image_input import EncodedPrompt
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import ChosenSequences, ChosenType
+from lowbit.runtime.engine.parallel.crew import Crew
 from lowbit.runtime.engine.prompts import PromptEncoder
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
@@ -73,6 +74,7 @@ class Model:
             tables alone.
         vision: tower that reads images; None for a model that takes none.
         no_vision: why it takes none.
+        crew: the other processes that share the model; None without any.
     """
 
     folder: Path
@@ -93,6 +95,15 @@ class Model:
     launches: "Launches | None" = field(default=None, repr=False)
     vision: Vision | None = field(default=None, repr=False)
     no_vision: str = field(default="", repr=False)
+    crew: Crew | None = field(default=None, repr=False)
+
+    def close(self) -> None:
+        """End the other processes of a model that has some, which answers no more.
+
+        They also end with the last reference to the model, and with this process.
+        """
+        if self.crew is not None:
+            self.crew.close()
 
     @property
     def context(self) -> int:

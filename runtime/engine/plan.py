@@ -6,6 +6,7 @@ They are data, so whoever runs the steps may be elsewhere than the scheduler.
 from dataclasses import dataclass
 
 from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.state.changes import SaveSnapshot
 from lowbit.runtime.state.host_rings import LogProbabilities
 
 CHUNK = 1024  # most tokens of a prompt that pass the layers together
@@ -31,14 +32,6 @@ class OpenRow:
     # Page that is copied first, and its copy, behind which the sequence goes on; None where it
     # shares whole pages alone
     copied: tuple[int, int] | None
-
-
-@dataclass(frozen=True, slots=True)
-class SaveSnapshot:
-    """Snapshot the recurrent state in a slot, behind the steps under way."""
-
-    slot: int
-    number: int
 
 
 @dataclass(frozen=True, slots=True)

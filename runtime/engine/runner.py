@@ -17,11 +17,13 @@ from lowbit.formats.kv_cache import CacheType, plain_cache
 from lowbit.runtime.engine.chunks import Chunks, new_chunks
 from lowbit.runtime.engine.draft_source import ContextReader
 from lowbit.runtime.engine.graphs import Graphs, kv_lens, round_kv_len, width_for
-from lowbit.runtime.engine.plan import CHUNK, Capacity, Change, CloseRow, OpenRow, SaveSnapshot
+from lowbit.runtime.engine.plan import CHUNK, Capacity, Change, CloseRow, OpenRow
 from lowbit.runtime.engine.results import PlainStep, Results
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import Decoder
+from lowbit.runtime.models.shared_decoder import Crew
+from lowbit.runtime.state import changes
 from lowbit.runtime.state.decode_inputs import DecodeInputs, new_decode_inputs, new_hidden_ring
 from lowbit.runtime.state.device_state import CacheSize, DeviceState, new_state
 from lowbit.runtime.state.host_rings import to_device
@@ -54,6 +56,7 @@ class Runner:
     # MTP head
     hidden_ring: Tensor | None = None
     blocks: ContextReader | None = None  # block drafter that reads every step; None without one
+    crew: Crew | None = None  # the other ranks of the model; None without any
     chunk_tokens: int = CHUNK  # most tokens of a chunk
     # Most tokens of a decode step that pass the layers together, a multiple of EXACT_TOKENS; more
     # are cut into parts
@@ -109,14 +112,14 @@ class Runner:
             chunk=self.chunk_tokens,
         )
 
-    def apply(self, changes: Iterable[Change]) -> None:
+    def apply(self, decided: Iterable[Change]) -> None:
         """Make what the scheduler has decided, behind the steps under way."""
-        for change in changes:
+        for change in decided:
             match change:
                 case OpenRow():
                     self._open(change)
-                case SaveSnapshot(slot, number):
-                    self.snapshots.save(slot, number)
+                case changes.SaveSnapshot():
+                    self._change(change)
                 case CloseRow(row, scores):
                     self.sampler.clear_row(row)
                     if scores is not None:
@@ -137,16 +140,22 @@ class Runner:
         row, pages = sequence.row, sequence.pages
         self.tables[row, : len(pages)] = self.ints(pages)
         if self.state.recurrent:
-            if snapshot is None:
-                self.state.slots.clear(row)
-            else:
-                self.snapshots.restore(snapshot, row)
+            clear = changes.ClearSlot(row)
+            self._change(clear if snapshot is None else changes.RestoreSnapshot(snapshot, row))
         params = replace(sequence.request.sampling, seed=sequence.seed)
         masked = sequence.request.constraint is not None
         self.sampler.configure_row(row, params, sequence.request.prompt, masked)
 
+    def _change(self, change: changes.StateChange) -> None:
+        """Change the state of the sequences, on other ranks too."""
+        work = partial(changes.make_change, change, self.state, self.snapshots)
+        if self.crew is None:
+            work()
+        else:
+            self.crew.run(change, work)
+
     def _copy_page(self, source: int, target: int) -> None:
-        self.state.pages.copy(source, target)
+        self._change(changes.CopyPage(source, target))
         if self.blocks is not None:
             self.blocks.pages.copy(source, target)
 
@@ -425,7 +434,7 @@ class Runner:
         tokens: list[int | None] = []
         for each in sequences:
             if each.verified and each.slot != each.row:
-                self.state.slots.copy(each.slot, each.row)
+                self._change(changes.CopySlot(each.slot, each.row))
                 each.slot = each.row
             tokens.append(each.output[-1] if each.verified else None)
             each.verified = False

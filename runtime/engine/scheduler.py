@@ -16,7 +16,7 @@ from threading import Lock
 
 from lowbit.formats.errors import LowbitError, QueueFullError
 from lowbit.runtime.engine.load_options import SHORT
-from lowbit.runtime.engine.plan import Capacity, Change, CloseRow, OpenRow, SaveSnapshot
+from lowbit.runtime.engine.plan import Capacity, Change, CloseRow, OpenRow
 from lowbit.runtime.engine.prefix_cache import (
     MOST_PREFIXES,
     Hit,
@@ -27,6 +27,7 @@ from lowbit.runtime.engine.prefix_cache import (
 )
 from lowbit.runtime.engine.sequence import Finish, Sequence
 from lowbit.runtime.engine.stats import Reuse
+from lowbit.runtime.state.changes import SaveSnapshot
 from lowbit.runtime.state.pool import Pool
 from lowbit.runtime.state.step import NO_SLOT
 

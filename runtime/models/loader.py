@@ -50,8 +50,9 @@ from lowbit.runtime.weights.weights import Weights, served
 if TYPE_CHECKING:
     from lowbit.runtime.kernels.launch.tuned import Launches
     from lowbit.runtime.kernels.linear.tiles import GpuLinear
+    from lowbit.runtime.models.shared_decoder import SharedDecoder
 
-    Decoder = Model[CpuLinear] | Model[GpuLinear]
+    Decoder = Model[CpuLinear] | Model[GpuLinear] | SharedDecoder
     Drafter = BlockDrafter[CpuLinear] | BlockDrafter[GpuLinear]
     Rows = DraftRows[CpuLinear] | DraftRows[GpuLinear]
 else:  # that module needs triton, which the CPU does without

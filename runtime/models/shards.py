@@ -33,12 +33,12 @@ from lowbit.formats.layout.packing import (
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import Checkpoint, DerivedRows, TensorInfo
 from lowbit.runtime.models.loader import OpenedModel
+from lowbit.runtime.thresholds import MOST_RANKS
 from lowbit.runtime.weights.share import HEAD, PARTIAL_ENDS, WHOLE, Part, Share
 
 C = TypeVar("C", bound=Config)
 Stored = tuple[TensorInfo, DerivedRows | None]  # a tensor of a shard; None where it lies in a file
 
-MOST_RANKS = 16
 HEAD_ROWS = 64  # a rank's rows of the head begin at a multiple, where blocks of products do
 
 

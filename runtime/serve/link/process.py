@@ -12,13 +12,14 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 from lowbit.formats.errors import ResourceError
+from lowbit.formats.machine.interrupts import interrupts_blocked
 from lowbit.formats.machine.system import explained
 from lowbit.formats.printable import printable
 from lowbit.runtime.serve.errors import of_bug
@@ -115,26 +116,10 @@ def start_engine(load: "Callable[[], Model]") -> EngineProcess:
     # The system ends the process with the thread that starts it, not only with the server.
     forever = threading.current_thread() is threading.main_thread()
     process = context.Process(target=_run, args=(theirs, load, forever), name="lowbit-engine")
-    with theirs, _interrupts_blocked():
+    resource_tracker.ensure_running()  # whose start would let signals through again
+    with theirs, interrupts_blocked():
         process.start()
     return EngineProcess(process, Channel(ours, FromEngine))
-
-
-@contextlib.contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Keep Ctrl-C from a process that is started in the block, until it says otherwise.
-
-    It comes to the whole group, and would end the imports of the new process with a traceback.
-    """
-    if sys.platform == "win32":
-        yield
-        return
-    resource_tracker.ensure_running()  # whose start would let signals through again
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 async def _first(channel: Channel[FromEngine]) -> FromEngine | None:

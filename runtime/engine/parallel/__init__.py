@@ -1,0 +1,1 @@
+"""Several processes that run one model, each a shard of it: `crew` starts and leads the others."""

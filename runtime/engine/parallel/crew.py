@@ -1,0 +1,250 @@
+"""The other ranks of a model: processes of this machine that the first rank starts and leads.
+
+A task is sent to all of them and done by this rank in a thread of its own, to its end: an
+interrupted caller leaves no rank halfway in a layer. Whatever fails in a task ends all ranks.
+"""
+
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from queue import SimpleQueue
+from socket import socketpair
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import torch
+
+from lowbit.formats.errors import LowbitError, ResourceError
+from lowbit.formats.machine.interrupts import interrupts_blocked
+from lowbit.formats.machine.system import explained
+from lowbit.runtime.backends.exchange import Exchange, PartedError, meet
+from lowbit.runtime.engine.parallel.messages import (
+    Arrived,
+    Failed,
+    Met,
+    Ready,
+    Setup,
+    decoded,
+    encoded,
+)
+from lowbit.runtime.engine.parallel.timeouts import ENDING_S, EXCHANGE_S, MEET_S
+from lowbit.runtime.models.loader import OpenedModel
+from lowbit.runtime.models.ranks import load_rank
+from lowbit.runtime.models.shared_decoder import SharedDecoder, Task
+from lowbit.runtime.weights.share import Share
+
+T = TypeVar("T")
+Job = tuple[Callable[[], Any], "Future[Any]"]
+MODULE = "lowbit.runtime.engine.parallel.follower"
+AGAIN = "load the model again; a process that the system killed had too little memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """The process of another rank."""
+
+    rank: int
+    process: "subprocess.Popen[bytes]"
+    link: Connection
+
+    def told(self) -> object | None:
+        """The next message of the rank; None if there is none now."""
+        with suppress(OSError, EOFError):
+            if self.link.poll():
+                message: object = decoded(self.link.recv_bytes())
+                return message
+        return None
+
+    def killed(self) -> bool:
+        """True if a signal has ended the process."""
+        return (self.process.poll() or 0) < 0
+
+    def ending(self) -> str | None:
+        """End of the process, in words; None while it runs on."""
+        with suppress(subprocess.TimeoutExpired):
+            code = self.process.wait(ENDING_S)
+            if code >= 0:
+                return f"exit status {code}"
+            with suppress(ValueError):
+                return f"signal {signal.Signals(-code).name}"
+            return f"signal {-code}"
+        return None
+
+
+class Crew:
+    """The other ranks; see `shared_decoder.Crew`.
+
+    Attributes:
+        members: their processes.
+        exchange: this rank's way to them, for tasks alone.
+        close: ends them; they end with this object, too, and with this process.
+    """
+
+    def __init__(self, members: Sequence[Member], exchange: Exchange, threads: int) -> None:
+        """Begin with members that have met."""
+        self.members, self.exchange = members, exchange
+        self._lost: LowbitError | None = None
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self.close = weakref.finalize(self, _end, members, self._jobs)
+        # A daemon: the end of this process waits for no rank that does not answer.
+        arguments = (self._jobs, threads)
+        threading.Thread(target=_work, args=arguments, name="lowbit-rank", daemon=True).start()
+
+    def wait(self) -> None:
+        """Wait until all have loaded their shards.
+
+        Raises:
+            ResourceError: one could not.
+        """
+        for member in self.members:
+            _expect(member, Ready)
+
+    def run(self, task: Task, work: Callable[[], T]) -> T:
+        """Have the others run a task, and do this rank's part of it; see `shared_decoder.Crew`."""
+        job: Future[T] = Future()
+        self._jobs.put((partial(self._together, task, work), job))
+        return job.result()
+
+    def _together(self, task: Task, work: Callable[[], T]) -> T:
+        if self._lost is not None:
+            raise ResourceError(str(self._lost), self._lost.hint)
+        try:
+            content = encoded(task)
+            for member in self.members:
+                member.link.send_bytes(content)
+            with torch.inference_mode():
+                return work()
+        except Exception as error:  # of any kind: the ranks are no longer in the same place
+            self._lost = _reason(error, self.members)
+            for member in self.members:
+                member.process.kill()
+            raise self._lost from error
+
+
+def load_shared(setup: Setup, shard: OpenedModel) -> tuple[Crew, SharedDecoder]:
+    """The shard of the first rank as a decoder, and the others, which have loaded theirs.
+
+    Raises:
+        LowbitError: a shard cannot be read, or a process has ended.
+    """
+    crew = start_crew(setup)
+    try:
+        model = load_rank(shard, crew.exchange, setup.dtype, setup.cache.context)
+        crew.wait()
+    except BaseException:
+        crew.close()
+        raise
+    return crew, SharedDecoder(model, crew)
+
+
+def start_crew(setup: Setup) -> Crew:
+    """Start the ranks behind the first one, and connect all; they go on to load their shards.
+
+    setup: of the first rank.
+
+    Raises:
+        ResourceError: a process could not be started, or has ended.
+    """
+    members: list[Member] = []
+    with TemporaryDirectory(prefix="lowbit-ranks-", ignore_cleanup_errors=True) as folder:
+        setup = replace(setup, store=Path(folder) / "store")
+        try:
+            for rank in range(1, setup.share.ranks):
+                members.append(_start(replace(setup, share=Share(rank, setup.share.ranks))))
+            for member in members:
+                _expect(member, Arrived)
+            exchange = meet(setup.share, setup.store, MEET_S, EXCHANGE_S)
+            for member in members:
+                _expect(member, Met)
+        except BaseException:
+            _end(members)
+            raise
+    return Crew(members, exchange, setup.threads)
+
+
+def _start(setup: Setup) -> Member:
+    ours, theirs = socketpair()
+    number = theirs.fileno()
+    command = [sys.executable, "-P", "-m", MODULE, str(number)]
+    with theirs, interrupts_blocked():
+        process = subprocess.Popen(
+            command, pass_fds=[number], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+    member = Member(setup.share.rank, process, Connection(ours.detach()))
+    with suppress(OSError):  # it has ended; `_expect` says how
+        member.link.send_bytes(encoded(setup))
+    return member
+
+
+def _expect(member: Member, kind: type) -> None:
+    """Wait for a message of a kind.
+
+    Raises:
+        ResourceError: the rank has ended.
+    """
+    try:
+        message = decoded(member.link.recv_bytes())
+    except (EOFError, OSError):
+        message = None
+    if not isinstance(message, kind):
+        raise _failure(member, message)
+
+
+def _failure(member: Member, message: object) -> ResourceError:
+    """The error of a rank that has sent a last message, or none."""
+    if isinstance(message, Failed):
+        return ResourceError(f"rank {member.rank} failed: {message.message}", message.hint)
+    return ResourceError(f"the process of rank {member.rank} ended: {member.ending()}", hint=AGAIN)
+
+
+def _reason(error: Exception, members: Sequence[Member]) -> LowbitError:
+    """The error that has ended all ranks: a member's, where this rank only noticed it."""
+    if not isinstance(error, PartedError | OSError):
+        own = explained(error)
+        return own or LowbitError(f"a step of rank 0 failed: {type(error).__name__}: {error}")
+    wait([member.link for member in members], ENDING_S)
+    last = [(member, member.told()) for member in members]
+    for member, message in last:
+        if isinstance(message, Failed):
+            return _failure(member, message)
+    ended = [member for member in members if member.killed()] or [
+        member for member in members if member.ending() is not None
+    ]
+    if ended:
+        return _failure(ended[0], None)
+    return ResourceError(f"a rank has not answered for {EXCHANGE_S:.0f} s", hint=AGAIN)
+
+
+def _work(jobs: "SimpleQueue[Job | None]", threads: int) -> None:
+    """Do this rank's parts of tasks, one after the other, in a thread of their own."""
+    torch.set_num_threads(threads)
+    while (job := jobs.get()) is not None:
+        work, future = job
+        try:
+            future.set_result(work())
+        except BaseException as error:  # whoever waits raises it
+            future.set_exception(error)
+        del job, work, future  # they hold the crew, which would never end
+
+
+def _end(members: Sequence[Member], jobs: "SimpleQueue[Job | None] | None" = None) -> None:
+    """End all members, and wait for that."""
+    if jobs is not None:
+        jobs.put(None)
+    for member in members:
+        member.link.close()
+    for member in members:
+        try:
+            member.process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            member.process.kill()
+            member.process.wait()

@@ -1,0 +1,105 @@
+"""The process of a rank other than the first: it loads its shard and runs the first rank's tasks.
+
+It ends when the other end of its socket closes, whatever has ended the first rank.
+"""
+
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+import torch
+
+from lowbit.formats.layout.rtn import ScaleRule
+from lowbit.formats.machine.system import explained
+from lowbit.runtime.backends.exchange import Exchange, PartedError, meet
+from lowbit.runtime.engine.parallel.messages import (
+    Arrived,
+    Failed,
+    Met,
+    Ready,
+    Setup,
+    decoded,
+    encoded,
+)
+from lowbit.runtime.engine.parallel.timeouts import EXCHANGE_S, MEET_S
+from lowbit.runtime.models.loader import open_model
+from lowbit.runtime.models.ranks import load_rank
+from lowbit.runtime.models.shards import shard_of
+from lowbit.runtime.models.shared_decoder import FollowedDecoder
+from lowbit.runtime.state.device_state import new_state
+from lowbit.runtime.state.snapshots import Snapshots
+
+
+def main() -> int:
+    """Follow the first rank, which has given this process a socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to the whole group
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+    with Connection(int(sys.argv[1])) as link:
+        try:
+            follow(link)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return 0
+        except PartedError:  # the first rank finds out which has ended
+            return 1
+        except Exception as error:  # of any kind: the first rank must hear of it
+            return _report(link, error)
+    return 0
+
+
+def follow(link: Connection) -> None:
+    """Load a shard and run tasks until the other end closes.
+
+    Raises:
+        EOFError: it has closed.
+        PartedError: another rank has ended.
+        LowbitError: the shard cannot be read.
+    """
+    setup: Setup = decoded(link.recv_bytes())
+    torch.set_num_threads(setup.threads)
+    link.send_bytes(encoded(Arrived()))
+    exchange = meet(setup.share, setup.store, MEET_S, EXCHANGE_S)
+    link.send_bytes(encoded(Met()))
+    decoder = loaded(setup, exchange)
+    link.send_bytes(encoded(Ready()))
+    with torch.inference_mode():
+        while True:
+            decoder.run(decoded(link.recv_bytes()))
+
+
+def loaded(setup: Setup, exchange: Exchange) -> FollowedDecoder:
+    """A rank's shard with the state of its sequences.
+
+    Raises:
+        LowbitError: the folder cannot be read.
+    """
+    options, cache = setup.options, setup.cache
+    rule: ScaleRule = "absmax" if options.method == "absmax" else "signed"
+    opened = open_model(setup.folder, options.quantize, options.group_size, rule)
+    shard = shard_of(opened, setup.share)
+    model = load_rank(shard, exchange, setup.dtype, cache.context)
+    sizes = cache.all_pages, cache.slots
+    state = new_state(shard.config, *sizes, setup.dtype, "cpu", setup.cache_type)
+    return FollowedDecoder(model, state, Snapshots(state.slots, cache.snapshots, staged=False))
+
+
+def _report(link: Connection, error: Exception) -> int:
+    """Tell the first rank why this one ends; it may be why that one does."""
+    found = explained(error)
+    if found is None:
+        traceback.print_exception(error)
+        failed = Failed(f"{type(error).__name__}: {error}")
+    else:
+        failed = Failed(str(found), found.hint)
+    try:
+        link.send_bytes(encoded(failed))
+    except OSError:  # it has ended
+        return 0
+    return 1
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # threads of a group whose ranks have ended may wait for them
