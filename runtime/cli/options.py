@@ -46,6 +46,7 @@ from lowbit.runtime.engine.load_options import (
     VISION_DEVICES,
     LoadOptions,
 )
+from lowbit.runtime.thresholds import MOST_RANKS
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model
@@ -172,7 +173,15 @@ machine_options = with_options(
         metavar="N",
         callback=at_most_cores,
         show_default="1 for small models, else what is fastest",
-        help="CPU threads, at most as many as there are cores.",
+        help="CPU threads, at most as many as there are cores; with --tensor-parallel of each "
+        "process.",
+    ),
+    count_option(
+        "--tensor-parallel",
+        shown="1",
+        most=MOST_RANKS,
+        help="Processes that share the model, each with some of its heads and a part of its "
+        "widths. With --device cpu only, as yet.",
     ),
 )
 
@@ -330,6 +339,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "device",
         "vision_device",
         "threads",
+        "tensor_parallel",
     ),
     "Quantization at load": ("quantize", "group_size", "method"),
     "Speculative decoding": ("speculate", "draft_tokens", "drafter"),
@@ -413,6 +423,11 @@ def load_model(name: str, options: LoadOptions) -> "Model":
     if model.kv_cache.reason is not None:
         chosen = model.kv_cache
         note(f"--kv-cache auto: {chosen.cache_type.name}, since {chosen.reason}")
+    if model.crew is not None:
+        note(
+            f"--tensor-parallel {options.tensor_parallel}: as many processes share the model; its "
+            "tokens are those of one, but where two are about as likely"
+        )
     if options.activations != DEFAULT_ACTIVATIONS:
         note(f"activations: {options.activations} in all quantized linears but the head")
     if options.quantize is not None:

@@ -1,15 +1,26 @@
 """Ranks as threads of one process, which exchange tensors at a barrier."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Barrier
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from lowbit.runtime.backends.cpu_parallel import RankLinear
 from lowbit.runtime.backends.exchange import Exchange
+from lowbit.runtime.engine.parallel.messages import decoded, encoded
+from lowbit.runtime.engine.runner import Runner, new_runner
+from lowbit.runtime.models.architectures import Model
+from lowbit.runtime.models.loader import OpenedModel
+from lowbit.runtime.models.ranks import load_rank
+from lowbit.runtime.models.shards import check_ranks, shard_of
+from lowbit.runtime.models.shared_decoder import FollowedDecoder, SharedDecoder, Task
+from lowbit.runtime.state.device_state import CacheSize, new_state
+from lowbit.runtime.state.snapshots import Snapshots
 from lowbit.runtime.weights.share import Share
 
 T = TypeVar("T")
@@ -61,3 +72,50 @@ def on_each_rank(ranks: int, work: Callable[[Exchange], T]) -> list[T]:
 
     with ThreadPoolExecutor(ranks) as threads:
         return list(threads.map(run, range(ranks)))
+
+
+class ThreadCrew:
+    """Followers in threads, which get their tasks as bytes."""
+
+    def __init__(self, followers: Sequence[FollowedDecoder]) -> None:
+        self.followers = followers
+        self.tasks: list[str] = []
+        self._threads = [ThreadPoolExecutor(1) for _ in range(1 + len(followers))]
+
+    def run(self, task: Task, work: Callable[[], T]) -> T:
+        content = encoded(task)
+        self.tasks.append(type(task).__name__)
+        first, *others = self._threads
+        following = [
+            thread.submit(_in_inference, partial(follower.run, decoded(content)))
+            for thread, follower in zip(others, self.followers, strict=True)
+        ]
+        result = first.submit(_in_inference, work).result(WAIT_S)
+        for each in following:
+            each.result(WAIT_S)
+        return result
+
+
+def _in_inference(work: Callable[[], T]) -> T:
+    with torch.inference_mode():
+        return work()
+
+
+def shared_runner(opened: OpenedModel, ranks: int, cache: CacheSize) -> tuple[Runner, ThreadCrew]:
+    """A runner in FP32 whose decoder is shared by ranks, and the others of them."""
+    check_ranks(opened, ranks)
+    dtype = torch.float32
+
+    def load(exchange: Exchange) -> Model[RankLinear]:
+        return load_rank(shard_of(opened, exchange.share), exchange, dtype, cache.context)
+
+    first, *others = on_each_rank(ranks, load)
+    followers = []
+    for model in others:
+        state = new_state(model.config, cache.all_pages, cache.slots, dtype, "cpu")
+        snapshots = Snapshots(state.slots, cache.snapshots, staged=False)
+        followers.append(FollowedDecoder(model, state, snapshots))
+    crew = ThreadCrew(followers)
+    runner = new_runner(SharedDecoder(first, crew), 261, cache, dtype, "cpu")
+    runner.crew = crew
+    return runner, crew

@@ -99,6 +99,11 @@ class Crew:
         arguments = (self._jobs, threads)
         threading.Thread(target=_work, args=arguments, name="lowbit-rank", daemon=True).start()
 
+    @property
+    def parted(self) -> bool:
+        """True if a process has ended, so that no task runs any more."""
+        return any(member.process.poll() is not None for member in self.members)
+
     def wait(self) -> None:
         """Wait until all have loaded their shards.
 
@@ -211,14 +216,13 @@ def _reason(error: Exception, members: Sequence[Member]) -> LowbitError:
     if not isinstance(error, PartedError | OSError):
         own = explained(error)
         return own or LowbitError(f"a step of rank 0 failed: {type(error).__name__}: {error}")
-    wait([member.link for member in members], ENDING_S)
-    last = [(member, member.told()) for member in members]
-    for member, message in last:
-        if isinstance(message, Failed):
+    ready = wait([member.link for member in members], ENDING_S)
+    ending = [member for member in members if member.link in ready]  # its link has a word, or none
+    for member in ending:
+        if isinstance(message := member.told(), Failed):
             return _failure(member, message)
-    ended = [member for member in members if member.killed()] or [
-        member for member in members if member.ending() is not None
-    ]
+    # Others end when one has been killed.
+    ended = sorted((each for each in ending if each.ending()), key=lambda each: not each.killed())
     if ended:
         return _failure(ended[0], None)
     return ResourceError(f"a rank has not answered for {EXCHANGE_S:.0f} s", hint=AGAIN)

@@ -34,7 +34,8 @@ from lowbit.runtime.state.snapshots import Snapshots
 
 def main() -> int:
     """Follow the first rank, which has given this process a socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to the whole group
+    for number in (signal.SIGINT, signal.SIGTERM):  # both may come to the whole group
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     with Connection(int(sys.argv[1])) as link:
         try:

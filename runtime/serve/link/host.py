@@ -427,9 +427,12 @@ class EngineHost:
         connection.channel.send(GrammarMade(number, problem))
 
     async def _watch(self) -> None:
-        """Report the engine's health until its thread ends."""
-        told, told_at = Health(), 0.0
+        """Report the engine's health until its thread ends, or another rank of the model."""
+        told, told_at, crew = Health(), 0.0, self.model.crew
         while self.stepper.alive:
+            if crew is not None and crew.parted:
+                log.error("a process that shares the model has ended, and the engine's ends, too")
+                return
             now = Health(self.stepper.stalled, self.stepper.problem)
             if now.stalled and not told.stalled:
                 log.error("a step of the engine hangs%s", self.stepper.place())

@@ -171,5 +171,6 @@ def _serve(channel: Channel[ToEngine], load: "Callable[[], Model]") -> bool:
     try:
         return asyncio.run(EngineHost(model).serve([channel]))
     finally:
+        model.close()
         if model.vision is not None:
             model.vision.stop()

@@ -74,6 +74,20 @@ def test_a_total_is_rounded_once(halves: list[Linear], M: int) -> None:
     assert torch.equal(on_each_rank(2, added)[0], residual + first)
 
 
+@pytest.mark.parametrize("w", [packed(4, 32, 1), packed(8, 64, 1), packed(8, K // 2, 1), dense(1)])
+def test_a_token_has_its_bits_in_company(w: Linear) -> None:
+    form = rank_form(DOWN, prepare(as_bfloat16(w), torch.bfloat16), ALONE, ROWS)
+    x = inputs(64)[:, : K // 2]
+
+    def run(exchange: Exchange) -> Tensor:
+        product = RankOps(exchange).product
+        alone = [product(each, form) for each in torch.split(x, 1)]
+        assert torch.equal(torch.cat(alone), product(x, form))
+        return x
+
+    on_each_rank(1, run)
+
+
 def test_forms_of_partial_sums_are_those_of_a_single_rank() -> None:
     found = [
         rank_form(DOWN, prepare(w, torch.bfloat16), ALONE, ROWS)

@@ -1,0 +1,155 @@
+"""Processes that end, fail or say nothing end all ranks with one message; none is left."""
+
+import gc
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from socket import socketpair
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.formats.errors import LowbitError, ResourceError
+from lowbit.runtime.backends.exchange import PartedError
+from lowbit.runtime.engine.parallel import crew as crews
+from lowbit.runtime.engine.parallel.crew import Crew, Member
+from lowbit.runtime.engine.parallel.messages import Failed, Ready, encoded
+from lowbit.runtime.models.shared_decoder import DropPass
+from lowbit.runtime.weights.share import Share
+
+WAITS = "import sys; sys.stdin.read()"
+READS = (
+    "import sys; from multiprocessing.connection import Connection as C;"
+    "c = C(int(sys.argv[1]))\ntry:\n  while c.recv_bytes(): pass\nexcept EOFError: pass"
+)
+SENDS = (
+    "import sys; from multiprocessing.connection import Connection as C;"
+    "c = C(int(sys.argv[1])); c.send_bytes(bytes.fromhex(sys.argv[2])); "
+)
+TASK = DropPass(0)
+
+
+class NoExchange:
+    share = Share(0, 2)
+
+    def total(self, partial: Tensor) -> Tensor:
+        raise PartedError("another rank does not answer")
+
+    def side_by_side(self, part: Tensor, widths: tuple[int, ...]) -> Tensor:
+        raise PartedError("another rank does not answer")
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crews, "EXCHANGE_S", 0.1)
+
+
+@pytest.fixture
+def member() -> Iterator[Callable[..., Member]]:
+    """`member(code, message)` is a process that runs some Python, a message in its arguments."""
+    made: list[Member] = []
+
+    def start(code: str, message: object = None) -> Member:
+        ours, theirs = socketpair()
+        with theirs:
+            number = theirs.fileno()
+            command = [sys.executable, "-S", "-c", code, str(number), encoded(message).hex()]
+            process = subprocess.Popen(command, pass_fds=[number], stdin=subprocess.PIPE)
+        made.append(Member(1 + len(made), process, Connection(ours.detach())))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.process.kill()
+        each.process.communicate()
+
+
+def fails() -> None:
+    NoExchange().total(torch.zeros(1))
+
+
+def test_a_task_is_sent_and_done(member: Callable[..., Member]) -> None:
+    crew = Crew([member(READS)], NoExchange(), 1)
+    assert crew.run(TASK, lambda: 5) == 5
+    assert crew.run(TASK, torch.is_inference_mode_enabled)
+    assert not crew.parted
+    crew.close()
+
+
+def test_a_killed_process_is_named_and_ends_all(member: Callable[..., Member]) -> None:
+    first, second = member(WAITS), member(WAITS)
+    crew = Crew([first, second], NoExchange(), 1)
+    second.process.kill()
+    with pytest.raises(ResourceError, match="the process of rank 2 ended: signal SIGKILL") as found:
+        crew.run(TASK, fails)
+    assert found.value.hint is not None
+    assert crew.parted
+    assert first.ending() == "signal SIGKILL"
+    with pytest.raises(ResourceError, match="rank 2 ended"):
+        crew.run(TASK, lambda: 5)
+
+
+def test_a_process_that_fails_says_why(member: Callable[..., Member]) -> None:
+    failing = member(SENDS, Failed("`model_norm` holds NaN or Inf", "download it again"))
+    crew = Crew([member(WAITS), failing], NoExchange(), 1)
+    failing.process.wait()
+    with pytest.raises(ResourceError, match="rank 1 failed: `model_norm` holds") as found:
+        crew.run(TASK, fails)
+    assert found.value.hint == "download it again"
+
+
+def test_a_process_that_does_not_answer_is_no_hang(
+    member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crews, "ENDING_S", 0.05)
+    hanging = member(WAITS)
+    crew = Crew([hanging], NoExchange(), 1)
+    with pytest.raises(ResourceError, match="a rank has not answered"):
+        crew.run(TASK, fails)
+    hanging.process.wait()
+
+
+def test_an_error_of_the_first_rank_ends_all(member: Callable[..., Member]) -> None:
+    crew = Crew([member(WAITS)], NoExchange(), 1)
+
+    def work() -> None:
+        raise MemoryError
+
+    with pytest.raises(LowbitError, match="the memory of this machine is used up"):
+        crew.run(TASK, work)
+    assert crew.members[0].ending() == "signal SIGKILL"
+
+
+def test_a_bug_of_the_first_rank_ends_all(member: Callable[..., Member]) -> None:
+    crew = Crew([member(WAITS)], NoExchange(), 1)
+    with pytest.raises(LowbitError, match="a step of rank 0 failed: ZeroDivisionError"):
+        crew.run(TASK, lambda: 1 // 0)
+
+
+def test_one_that_ends_while_it_loads(member: Callable[..., Member]) -> None:
+    ready = f"{SENDS} c.poll(None)"
+    crew = Crew([member(ready, Ready()), member("import sys; sys.exit(3)")], NoExchange(), 1)
+    with pytest.raises(ResourceError, match="the process of rank 2 ended: exit status 3"):
+        crew.wait()
+    crew.close()
+
+
+def test_processes_end_with_the_crew(member: Callable[..., Member]) -> None:
+    """Each reads its socket, which closes."""
+    each = member(READS)
+    crew = Crew([each], NoExchange(), 1)
+    del crew
+    gc.collect()
+    assert each.process.poll() == 0
+
+
+def test_one_that_does_not_end_is_killed(
+    member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crews, "ENDING_S", 0.05)
+    each = member(WAITS)
+    Crew([each], NoExchange(), 1).close()
+    assert each.process.poll() == -signal.SIGKILL

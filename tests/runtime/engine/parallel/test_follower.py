@@ -1,0 +1,125 @@
+"""A follower in a thread of the test, which is its first rank, over a real exchange."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socketpair
+
+import pytest
+import torch
+
+from lowbit.formats.errors import CheckpointError
+from lowbit.formats.kv_cache import FP32_CACHE
+from lowbit.runtime.backends.exchange import GlooExchange, PartedError, meet
+from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.engine.parallel.follower import follow
+from lowbit.runtime.engine.parallel.messages import Arrived, Met, Ready, Setup, decoded, encoded
+from lowbit.runtime.models.loader import load_decoder, open_model
+from lowbit.runtime.models.ranks import load_rank
+from lowbit.runtime.models.shards import shard_of
+from lowbit.runtime.models.shared_decoder import RunHead, RunPass, portable
+from lowbit.runtime.state.device_state import CacheSize, new_state
+from lowbit.runtime.state.step_buffers import lone_step
+from lowbit.runtime.weights.share import Share
+from tests.runtime.conftest import PackedModel
+
+WAIT_S = 60.0
+CACHE = CacheSize(context=64, sequences=2, pages=4, snapshots=0)
+
+
+class FirstRank:
+    """The other end of a follower's socket."""
+
+    def __init__(self, folder: Path, store: Path, threads: ThreadPoolExecutor) -> None:
+        ours, theirs = (Connection(end.detach()) for end in socketpair())
+        self.link, self.ended = ours, threads.submit(self._follow, theirs)
+        sizes = torch.float32, CACHE, FP32_CACHE, 1
+        self.send(Setup(folder, LoadOptions(), Share(1, 2), store, *sizes))
+
+    @staticmethod
+    def _follow(link: Connection) -> None:
+        with link:
+            follow(link)
+
+    def send(self, message: object) -> None:
+        self.link.send_bytes(encoded(message))
+
+    def next(self) -> object:
+        assert self.link.poll(WAIT_S)
+        message: object = decoded(self.link.recv_bytes())
+        return message
+
+
+@pytest.fixture
+def first(
+    make_model: Callable[..., PackedModel], tmp_path: Path
+) -> Iterator[Callable[..., FirstRank]]:
+    with ThreadPoolExecutor(1) as threads:
+        made: list[FirstRank] = []
+
+        def start(folder: Path | None = None) -> FirstRank:
+            folder = folder or make_model(intermediate_size=128).folder
+            made.append(FirstRank(folder, tmp_path / "store", threads))
+            return made[-1]
+
+        yield start
+        for each in made:
+            each.link.close()
+
+
+def met(rank: FirstRank, tmp_path: Path) -> GlooExchange:
+    assert rank.next() == Arrived()
+    exchange = meet(Share(0, 2), tmp_path / "store", WAIT_S, WAIT_S)
+    assert rank.next() == Met()
+    return exchange
+
+
+def error_of(ended: "Future[None]") -> BaseException | None:
+    return ended.exception(WAIT_S)
+
+
+def test_a_step_of_both_ranks_gives_the_logits_of_one(
+    first: Callable[..., FirstRank], make_model: Callable[..., PackedModel], tmp_path: Path
+) -> None:
+    folder = make_model(intermediate_size=128).folder
+    rank = first(folder)
+    exchange = met(rank, tmp_path)
+    opened = open_model(folder)
+    shard = shard_of(opened, Share(0, 2))
+    model = load_rank(shard, exchange, torch.float32, 64)
+    assert rank.next() == Ready()
+    ids, step = torch.tensor([5, 6, 7]), lone_step(3, "cpu")
+    states = [new_state(each.config, 5, 3, torch.float32, "cpu") for each in (opened, shard)]
+    alone = load_decoder(opened, "cpu", torch.float32, 64)
+    with torch.inference_mode():
+        rank.send(RunPass(ids, portable(step)))
+        hidden = model.hidden(ids, states[1], step)
+        rank.send(RunHead(hidden))
+        logits = model.logits(hidden)
+        expected = alone.logits(alone.hidden(ids, states[0], step))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    rank.link.close()
+    assert isinstance(error_of(rank.ended), EOFError)
+
+
+def test_it_ends_when_the_first_rank_leaves_an_exchange(
+    first: Callable[..., FirstRank], tmp_path: Path
+) -> None:
+    rank = first()
+    exchange = met(rank, tmp_path)
+    assert rank.next() == Ready()
+    rank.send(RunHead(torch.zeros(1, 64)))
+    del exchange  # and its connections
+    assert isinstance(error_of(rank.ended), PartedError)
+
+
+def test_a_folder_that_is_gone(first: Callable[..., FirstRank], tmp_path: Path) -> None:
+    rank = first(tmp_path / "nothing")
+    met(rank, tmp_path)
+    assert isinstance(error_of(rank.ended), CheckpointError)
+
+
+def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
+    with pytest.raises(PartedError, match="another rank has not come"):
+        meet(Share(0, 2), tmp_path / "store", 0.1, 0.1)
