@@ -85,7 +85,7 @@ def load(
     asked = options = replace(options or LoadOptions(), **keywords)
     device = choose_device(options.device)  # before anything is fetched
     dtype = options.dtype or torch.bfloat16
-    _check_types(dtype, options, device)
+    _check_device(dtype, options, device)
     folder = locate(str(folder)).folder
     drafter = None if options.drafter is None else locate(str(options.drafter)).folder
     started = time.perf_counter()
@@ -102,7 +102,8 @@ def load(
     launches = None if device == "cpu" else _launches_here()
     vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
     ranks = options.tensor_parallel
-    shard = _first_shard(opened, ranks, device)
+    check_ranks(opened, ranks)
+    shard = shard_of(opened, Share(0, ranks))
     account = Account(shard, device, dtype, plain_cache(dtype), vocabulary, ranks=ranks)
     decided, vision, no_vision = _with_vision(account, options)
     shard, options = decided.account.opened, decided.options
@@ -165,23 +166,6 @@ def load(
     )
 
 
-def _first_shard(opened: OpenedModel, ranks: int, device: str) -> OpenedModel:
-    """The part of a model that this process runs, of so many that share it.
-
-    Raises:
-        RequestError: the number does not fit the model, or there are several on a GPU.
-    """
-    if ranks == 1:
-        return opened
-    if device != "cpu":
-        raise RequestError(
-            f"`tensor_parallel` {ranks} on GPUs is not implemented yet",
-            hint="--device cpu runs it; for several GPUs serve the same folder with vLLM",
-        )
-    check_ranks(opened, ranks)
-    return shard_of(opened, Share(0, ranks))
-
-
 def _with_vision(account: Account, options: LoadOptions) -> tuple[Decided, Vision | None, str]:
     """Sizes that memory decides, the model's vision tower, and why there is none.
 
@@ -238,9 +222,21 @@ def _launches_here() -> "Launches | None":
     return read_launches(card_here())
 
 
-def _check_types(dtype: torch.dtype, options: LoadOptions, device: str) -> None:
-    if dtype == torch.float32 and device != "cpu":
+def _check_device(dtype: torch.dtype, options: LoadOptions, device: str) -> None:
+    """Refuse what runs on a CPU only.
+
+    Raises:
+        RequestError: naming it.
+    """
+    if device == "cpu":
+        return
+    if dtype == torch.float32:
         raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")
+    if options.tensor_parallel > 1:
+        raise RequestError(
+            f"`tensor_parallel` {options.tensor_parallel} on GPUs is not implemented yet",
+            hint="--device cpu runs it; for several GPUs serve the same folder with vLLM",
+        )
 
 
 def _open(

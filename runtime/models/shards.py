@@ -119,7 +119,7 @@ def check_ranks(opened: OpenedModel, ranks: int) -> None:
     Raises:
         RequestError: naming what does not divide, and numbers of ranks that can.
     """
-    problem = next(_problems(opened, ranks), None)
+    problem = next(_problems(opened, ranks), None) if ranks > 1 else None
     if problem is None:
         return
     fit = [n for n in range(2, MOST_RANKS + 1) if next(_problems(opened, n), None) is None]

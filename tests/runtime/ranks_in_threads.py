@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lowbit.formats.kv_cache import FP32_CACHE, CacheType
 from lowbit.runtime.backends.cpu_parallel import RankLinear
 from lowbit.runtime.backends.exchange import Exchange
 from lowbit.runtime.engine.parallel.messages import decoded, encoded
@@ -101,7 +102,9 @@ def _in_inference(work: Callable[[], T]) -> T:
         return work()
 
 
-def shared_runner(opened: OpenedModel, ranks: int, cache: CacheSize) -> tuple[Runner, ThreadCrew]:
+def shared_runner(
+    opened: OpenedModel, ranks: int, cache: CacheSize, cache_type: CacheType = FP32_CACHE
+) -> tuple[Runner, ThreadCrew]:
     """A runner in FP32 whose decoder is shared by ranks, and the others of them."""
     check_ranks(opened, ranks)
     dtype = torch.float32
@@ -112,10 +115,10 @@ def shared_runner(opened: OpenedModel, ranks: int, cache: CacheSize) -> tuple[Ru
     first, *others = on_each_rank(ranks, load)
     followers = []
     for model in others:
-        state = new_state(model.config, cache.all_pages, cache.slots, dtype, "cpu")
+        state = new_state(model.config, cache.all_pages, cache.slots, dtype, "cpu", cache_type)
         snapshots = Snapshots(state.slots, cache.snapshots, staged=False)
         followers.append(FollowedDecoder(model, state, snapshots))
     crew = ThreadCrew(followers)
-    runner = new_runner(SharedDecoder(first, crew), 261, cache, dtype, "cpu")
+    runner = new_runner(SharedDecoder(first, crew), 261, cache, dtype, "cpu", cache_type)
     runner.crew = crew
     return runner, crew

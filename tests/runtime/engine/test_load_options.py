@@ -40,6 +40,21 @@ BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
         ({"draft_tokens": 16}, "`draft_tokens` must be 1 to 15, got 16"),
         ({"draft_tokens": True}, "`draft_tokens` must be 1 to 15, got true"),
         ({"speculate": "dflash"}, "`speculate` dflash needs a `drafter`"),
+        ({"tensor_parallel": 0}, "`tensor_parallel` must be 1 to 16, got 0"),
+        ({"tensor_parallel": 17}, "`tensor_parallel` must be 1 to 16, got 17"),
+        ({"tensor_parallel": True}, "`tensor_parallel` must be 1 to 16, got true"),
+        (
+            {"tensor_parallel": 2, "speculate": "auto"},
+            "`speculate` auto does not work with `tensor_parallel` yet",
+        ),
+        (
+            {"tensor_parallel": 2, "activations": "int8"},
+            "`activations` int8 does not work with `tensor_parallel` yet",
+        ),
+        (
+            {"tensor_parallel": 2, "quantize": "int4", "method": "weighted"},
+            "`method` weighted does not work with `tensor_parallel` yet",
+        ),
         ({"drafter": "d"}, "`drafter` needs `speculate` dflash or auto, got none"),
     ],
 )

@@ -21,9 +21,11 @@ from lowbit.runtime.models.loader import (
     open_model,
     with_activations,
 )
+from lowbit.runtime.models.shards import shard_of
 from lowbit.runtime.state.device_state import CacheSize, new_state
 from lowbit.runtime.state.page_counts import EXTRA, PAGE, pages_for
 from lowbit.runtime.state.sampler import new_sampler_rows
+from lowbit.runtime.weights.share import Share
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -228,6 +230,20 @@ def test_account_counts_what_a_runner_allocates(
         beside += 2 * pages_for(size.context) * PAGE * each
     all_bytes = sum(each.nbytes for each in (*paged, *others))
     assert asked.needed(size, size.all_pages) == weights + beside + all_bytes
+
+
+def test_ranks_on_a_cpu_share_its_memory(make_model: "Callable[..., PackedModel]") -> None:
+    """Each has its shard of weights and pages; on GPUs each has a GPU's memory to itself."""
+    opened = open_model(make_model(intermediate_size=128).folder)
+    shard = shard_of(opened, Share(0, 2))
+    size = CacheSize(context=64, sequences=2, pages=8, snapshots=0)
+    one = account(opened)
+    two = replace(account(shard), ranks=2)
+    assert two.page_bytes(8) == one.page_bytes(8)
+    assert two.row_bytes(size) == 2 * account(shard).row_bytes(size)
+    weights = 2 * shard.weight_bytes("cpu", torch.bfloat16)
+    assert two.needed(size, 8) == weights + two.row_bytes(size) + one.page_bytes(8)
+    assert replace(two, device="cuda").page_bytes(8) == one.page_bytes(8) // 2
 
 
 def test_sequences_of_a_large_vocabulary_take_what_is_announced(

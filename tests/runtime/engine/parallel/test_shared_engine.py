@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from lowbit.formats.kv_cache import INT8_CACHE
 from lowbit.runtime import SamplingParams
 from lowbit.runtime.engine import engine as engines
 from lowbit.runtime.engine.draft.source import new_drafts
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
 from tests.runtime.conftest import QWEN3_5, PackedModel
 from tests.runtime.engine.small_engine import CONTEXT, SMALL, assert_all_free
@@ -56,6 +59,19 @@ def test_sampled_tokens_and_logits(opened: OpenedModel) -> None:
     one, two = of_one(opened), shared(opened)[0]
     assert list(two.generate(LONG, drawn, COUNT)) == list(one.generate(LONG, drawn, COUNT))
     torch.testing.assert_close(two.logits(OTHER), one.logits(OTHER), atol=1e-4, rtol=0)
+
+
+def test_an_image_and_codes_of_keys(make_model: Callable[..., PackedModel]) -> None:
+    opened = open_model(make_model(**QWEN3_5, intermediate_size=128).folder)
+    image = ImageSpan(5, 2, 3, torch.randn(6, 64, generator=torch.Generator().manual_seed(1)), b"x")
+    request = Request(tuple(OTHER), GREEDY, COUNT, images=(image,))
+    one = new_runner(
+        *(load_decoder(opened, "cpu", torch.float32, CONTEXT), 261, SMALL, torch.float32, "cpu"),
+        cache_type=INT8_CACHE,
+    )
+    runners = [one, shared_runner(opened, 2, SMALL, INT8_CACHE)[0]]
+    answers = [list(Engine(runner).submit(request)) for runner in runners]
+    assert answers[1] == answers[0]
 
 
 def test_drafts_change_no_token(opened: OpenedModel) -> None:

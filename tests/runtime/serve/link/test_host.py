@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -91,6 +93,24 @@ def test_answers_that_are_over_leave_nothing_behind(model: Model) -> None:
             for number in set(range(40)) - {3, 4}:
                 assert len(found[number]) == 2 + number % 3
             assert not connection.answers
+
+    asyncio.run(run())
+
+
+def test_it_ends_with_a_process_that_shares_the_model(model: Model) -> None:
+    crew = SimpleNamespace(parted=False)
+
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        host = EngineHost(replace(model, crew=cast("Any", crew)))
+        serving = asyncio.create_task(host.serve([Channel[Any](theirs, ToEngine)]))
+        here = Channel[Any](ours, FromEngine)
+        assert isinstance(await anext(here.receive()), Facts)
+        assert not serving.done()
+        crew.parted = True
+        assert await asyncio.wait_for(serving, 30)
+        assert not host.stepper.alive
+        here.close()
 
     asyncio.run(run())
 
