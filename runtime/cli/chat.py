@@ -15,13 +15,12 @@ from lowbit.formats.shell.options import folders, json_option, model_name
 from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.shell.sections import Sectioned
 from lowbit.formats.text.template import MAX_PROMPT_BYTES
+from lowbit.runtime.cli.notes import note_plain, note_vision
 from lowbit.runtime.cli.options import (
     SECTIONS,
     control_option,
     load_model,
     machine_options,
-    note_plain,
-    note_vision,
     quantize_options,
     sampling_options,
     speculate_options,

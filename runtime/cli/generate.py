@@ -14,6 +14,7 @@ from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.shell.sections import Sectioned
 from lowbit.formats.text.template import MAX_PROMPT_BYTES, check_length
 from lowbit.runtime.cli.chat import chat
+from lowbit.runtime.cli.notes import note_plain, note_vision
 from lowbit.runtime.cli.options import (
     SECTIONS,
     check_model,
@@ -21,8 +22,6 @@ from lowbit.runtime.cli.options import (
     load_model,
     machine_options,
     model_argument,
-    note_plain,
-    note_vision,
     quantize_options,
     sampling_options,
     sequences_option,

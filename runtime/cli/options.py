@@ -1,6 +1,5 @@
 """Options that commands of `lowbit-run` share, and loading of the model that they describe."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import wraps
@@ -31,6 +30,7 @@ from lowbit.formats.shell.options import (
     with_options,
 )
 from lowbit.formats.shell.output import note
+from lowbit.runtime.cli.notes import note_choices
 from lowbit.runtime.conversation.chat import AnswerSettings
 from lowbit.runtime.engine.load_options import (
     DEFAULT_ACTIVATIONS,
@@ -414,26 +414,7 @@ def load_model(name: str, options: LoadOptions) -> "Model":
     if options.measures_inputs:
         note("weighted: measuring the inputs of every linear on a bundled text")
     model = load(name, options)
-    for text in model.opened.checkpoint.notes:
-        note(text)
-    if options.speculate == "auto" and options.drafter is None and not model.opened.head:
-        note("--speculate auto: the model has no MTP head, so that drafts come from n-grams alone")
-    if model.sequences.reason is not None:
-        note(f"--sequences: {model.sequences.count}, {model.sequences.reason}")
-    if model.kv_cache.reason is not None:
-        chosen = model.kv_cache
-        note(f"--kv-cache auto: {chosen.cache_type.name}, since {chosen.reason}")
-    if model.crew is not None:
-        note(
-            f"--tensor-parallel {options.tensor_parallel}: as many processes share the model; its "
-            "tokens are those of one, but where two are about as likely"
-        )
-    if options.activations != DEFAULT_ACTIVATIONS:
-        note(f"activations: {options.activations} in all quantized linears but the head")
-    if options.quantize is not None:
-        _note_quantized(model)
-    if model.device != "cpu" and model.launches is None:
-        note_older_launches()
+    note_choices(model)
     _spare_threads(model)
     return model
 
@@ -441,22 +422,6 @@ def load_model(name: str, options: LoadOptions) -> "Model":
 def load_text_model(name: str, options: LoadOptions) -> "Model":
     """`load_model` for work without images: a vision tower takes no memory."""
     return load_model(name, replace(options, takes_images=False))
-
-
-def note_vision(model: "Model") -> None:
-    """Tell on stderr where images are read, where that was a choice, or that they are not."""
-    asked, vision = model.options.vision_device, model.vision
-    if vision is None:
-        if asked != DEFAULT_VISION_DEVICE:
-            note(f"--vision-device {asked} has no effect: {model.no_vision}")
-    elif vision.place.reason:
-        note(f"--vision-device {asked}: {vision.place.device}; {vision.place.reason}")
-
-
-def note_plain(model: "Model") -> None:
-    """Point to --quantize on stderr where no weight is quantized."""
-    if not any(model.opened.schemes.values()):
-        note("the weights are not quantized: --quantize int4 makes them smaller and faster")
 
 
 def _check_quantization(given: dict[str, Any]) -> None:
@@ -475,31 +440,6 @@ def _check_speculation(given: dict[str, Any]) -> None:
         raise click.UsageError(f"--drafter needs --speculate {' or '.join(DRAFTER_MODES)}.")
     if "drafter" not in given and mode == "dflash":
         raise click.UsageError("--speculate dflash needs --drafter.")
-
-
-def _note_quantized(model: "Model") -> None:
-    """Print a line on the weights quantized at load, and one on those with smaller groups."""
-    options = model.options
-    size, method = options.group_size, options.method
-    schemes = [scheme for scheme in model.opened.schemes.values() if scheme is not None]
-    smaller = Counter(scheme.group_size for scheme in schemes if scheme.group_size != size)
-    if smaller:
-        counts = ", ".join(f"{count} to {lower}" for lower, count in smaller.items())
-        note(f"group size: {size} does not divide the rows of some linears; lowered {counts}")
-    chosen = "" if method == "rtn" else f" {method}"
-    groups = "" if size == GROUP_SIZE else f" in groups of {size}"
-    note(f"quantized at load: {options.quantize}{chosen}{groups}, {model.load_s:.1f} s")
-
-
-def note_older_launches() -> None:
-    """Print a line if launches were measured on this GPU, but with other kernels."""
-    from lowbit.runtime.kernels.launch.tuned import card_here, of_other_kernels
-
-    if of_other_kernels(card_here()):
-        note(
-            "launches that were measured on this GPU are of other kernels and not used: "
-            "lowbit-run tune measures again"
-        )
 
 
 def _spare_threads(model: "Model") -> None:

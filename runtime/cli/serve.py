@@ -18,6 +18,7 @@ from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import finite, parse_size
 from lowbit.formats.shell.output import note
 from lowbit.formats.shell.sections import Sectioned
+from lowbit.runtime.cli.notes import note_vision
 from lowbit.runtime.cli.options import (
     SECTIONS,
     control_option,
@@ -25,7 +26,6 @@ from lowbit.runtime.cli.options import (
     load_model,
     machine_options,
     model_argument,
-    note_vision,
     quantize_options,
     sequences_option,
     speculate_options,

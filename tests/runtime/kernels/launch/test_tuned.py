@@ -12,7 +12,7 @@ import torch
 
 from lowbit.formats.errors import FormatError
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.cli import options
+from lowbit.runtime.cli import notes
 from lowbit.runtime.kernels import linear
 from lowbit.runtime.kernels.launch import tuned
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, measured, several_measured
@@ -72,10 +72,10 @@ def test_launches_of_other_kernels_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tuned, "card_here", lambda: CARD)
-    options.note_older_launches()
+    notes.note_older_launches()
     assert capsys.readouterr().err == ""
     keep_launches(replace(FOUND, card=replace(CARD, kernels="0" * 12)))
-    options.note_older_launches()
+    notes.note_older_launches()
     assert "are of other kernels and not used: lowbit-run tune" in capsys.readouterr().err
 
 
