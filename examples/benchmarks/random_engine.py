@@ -109,7 +109,7 @@ class RandomWeights:
         x = 0.02 * torch.randn(self.shapes[name], device=self.device)
         return (x.abs() if name.endswith("A_log") else x).to(dtype or torch.bfloat16)
 
-    def dense(self, weight: Tensor) -> GpuLinear | CpuLinear:
+    def dense(self, weight: Tensor, module: str = "") -> GpuLinear | CpuLinear:
         """A tied head, or a small linear of a drafter."""
         if len(weight) < MOST_DENSE:
             return DenseLinear(weight)
