@@ -72,6 +72,19 @@ class GlooExchange:
         return found
 
 
+def check_gloo() -> None:
+    """Refuse a PyTorch without the library that ranks talk by.
+
+    Raises:
+        ResourceError: it has none.
+    """
+    if not (distributed.is_available() and distributed.is_gloo_available()):
+        raise ResourceError(
+            "this PyTorch has no gloo, by which processes share a model",
+            hint="install PyTorch from its wheels, or run one process",
+        )
+
+
 def meet(share: Share, store: Path, meet_s: float, exchange_s: float) -> GlooExchange:
     """Wait for all ranks, which have the same store, and connect them.
 

@@ -26,7 +26,7 @@ import torch
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.machine.interrupts import interrupts_blocked
 from lowbit.formats.machine.system import explained
-from lowbit.runtime.backends.exchange import Exchange, PartedError, meet
+from lowbit.runtime.backends.exchange import Exchange, PartedError, check_gloo, meet
 from lowbit.runtime.engine.parallel.messages import (
     Arrived,
     Failed,
@@ -157,8 +157,9 @@ def start_crew(setup: Setup) -> Crew:
     setup: of the first rank.
 
     Raises:
-        ResourceError: a process could not be started, or has ended.
+        ResourceError: PyTorch lacks gloo, or a process has ended.
     """
+    check_gloo()
     members: list[Member] = []
     with TemporaryDirectory(prefix="lowbit-ranks-", ignore_cleanup_errors=True) as folder:
         setup = replace(setup, store=Path(folder) / "store")
