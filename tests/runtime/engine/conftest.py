@@ -1,6 +1,7 @@
 """A small Qwen3.5 for prompts with images, and transformers with a vision tower beside it."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,13 @@ import torch
 import lowbit.runtime as lowbit
 from tests.runtime.conftest import PackedModel
 from tests.runtime.image_prompts import Hub, hub_of
+from tests.short_models import Shorten
+
+
+@pytest.fixture(scope="session")
+def short_hybrid(shorten: Shorten) -> Path:
+    """The bundled Qwen3.5 with one layer of each kind."""
+    return shorten("tiny-qwen3.5")
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ GREEDY = lowbit.SamplingParams(logprobs=1)
 HOT = lowbit.SamplingParams(0.8, top_k=20, top_p=0.95, seed=5, logprobs=1)
 STRICT = lowbit.SamplingParams(0.7, presence_penalty=0.5, frequency_penalty=0.2, seed=4)
 MASK = DSPARK["mask_token_id"]
+FOR_TWO_LAYERS: dict[str, Any] = {"num_target_layers": 2, "target_layer_ids": [0]}
 
 
 def load(drafter: Path | None, target: Path = TARGET, **options: Any) -> lowbit.Model:
@@ -155,7 +156,7 @@ def write_pairs(folder: Path, tokens: tuple[int, ...]) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def requests(model: lowbit.Model, count: int = 20) -> list[Request]:
+def requests(model: lowbit.Model, count: int = 12) -> list[Request]:
     params = (GREEDY, HOT, STRICT)
     texts = (START, TEXT[:700], "Lily")
     ids = [model.tokenizer.encode(text, framed=True, context=400) for text in texts]
@@ -191,11 +192,11 @@ def test_drafts_change_nothing(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, short_hybrid: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Biased too; answers are those without drafts."""
-    convert(TARGET, tmp_path / "target", Recipe(base="int4", draft_vocabulary=500))
-    write_drafter(tmp_path / "drafter", base=DSPARK)
+    convert(short_hybrid, tmp_path / "target", Recipe(base="int4", draft_vocabulary=500))
+    write_drafter(tmp_path / "drafter", base=DSPARK, **FOR_TWO_LAYERS)
     plain = load(None, tmp_path / "target", dtype=torch.bfloat16)
     drafted = load(tmp_path / "drafter", tmp_path / "target", dtype=torch.bfloat16)
     made = noted_drafts(monkeypatch)
@@ -210,14 +211,15 @@ def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
     assert found <= {*blocks.rows.ids.tolist()}
 
 
-def test_a_drafter_without_the_bias_drafts_too(tmp_path: Path) -> None:
+def test_a_drafter_without_the_bias_drafts_too(tmp_path: Path, short_hybrid: Path) -> None:
     less: dict[str, Any] = {
+        **FOR_TWO_LAYERS,
         "markov_rank": 0,
         "markov_head_type": None,
         "enable_confidence_head": False,
     }
     write_drafter(tmp_path, base=DSPARK, **less)
-    plain, drafted = load(None), load(tmp_path)
+    plain, drafted = load(None, short_hybrid), load(tmp_path, short_hybrid)
     request = requests(plain, 8)[0]
     handle = drafted.engine.submit(request)
     assert handle.result() == plain.engine.submit(request).result()

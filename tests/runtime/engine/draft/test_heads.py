@@ -40,10 +40,15 @@ from tests.drafters import (
 )
 from tests.heads import DRAFTS, Block
 from tests.oracle import dequantized_weights
-from tests.runtime.engine.draft.test_dspark import always_drafting, load, noted_drafts, requests
+from tests.runtime.engine.draft.test_dspark import (
+    TARGET,
+    always_drafting,
+    load,
+    noted_drafts,
+    requests,
+)
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
-TARGET = EXAMPLES / "models" / "tiny-qwen3.5"
 TEXT = (EXAMPLES / "data" / "stories-eval.txt").read_text()
 GREEDY = lowbit.SamplingParams(logprobs=1)
 UNSHIFTED = DOMINO["dflash_config"] | {"shift_label": False, "pure_draft_prefix_len": 0}
@@ -63,8 +68,20 @@ VARIANTS = BASES | {
     "domino unshifted": DOMINO | {"dflash_config": DOMINO["dflash_config"] | UNSHIFTED},
 }
 KINDS = pytest.mark.parametrize("kind", BASES)
+KINDS_BY_DTYPE = [  # a head and the precision of its target: none of them needs every pair
+    ("float32", "dflash2"),
+    ("float32", "xpress"),
+    ("int4", "domino"),
+    ("int4", "lilicorr"),
+]
 ALL = pytest.mark.parametrize("kind", VARIANTS)
 LAST = (5, 4000)  # tokens of two sequences
+
+
+def for_two_layers(base: dict[str, Any]) -> dict[str, Any]:
+    """The drafter's config for a target of two layers, of which it reads the first."""
+    section = base["dflash_config"] | {"target_layer_ids": [0]}
+    return base | {"num_target_layers": 2, "dflash_config": section}
 
 
 def drafts_of(base: dict[str, Any], weights: dict[str, Tensor], block: Block) -> Any:
@@ -146,9 +163,9 @@ def test_passes_with_a_temperature_settle(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def target() -> Any:
+def target(short_hybrid: Path) -> Any:
     """The target by transformers, in FP32."""
-    return text_model_of(TARGET)
+    return text_model_of(short_hybrid)
 
 
 @torch.no_grad()
@@ -173,12 +190,13 @@ def drafts_by_torch(
 
 @ALL
 def test_drafts_are_those_of_plain_torch(
-    tmp_path: Path, target: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, short_hybrid: Path, target: Any, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Two sequences, and one behind a prefix of the cache; not by outputs one layer off."""
-    base = VARIANTS[kind]
+    base = for_two_layers(VARIANTS[kind])
     weights = write_drafter(tmp_path, base=base)
-    model, made = always_drafting(load(tmp_path, draft_tokens=7)), noted_drafts(monkeypatch)
+    model = always_drafting(load(tmp_path, short_hybrid, draft_tokens=7))
+    made = noted_drafts(monkeypatch)
     prompts = [model.tokenizer.encode(TEXT[:some], framed=True, context=400) for some in (800, 30)]
     handles = [model.engine.submit(Request(tuple(ids), GREEDY, 14)) for ids in prompts]
     texts = [[*ids, *handle.result()] for ids, handle in zip(prompts, handles, strict=True)]
@@ -200,21 +218,23 @@ def test_drafts_are_those_of_plain_torch(
 INT4: dict[str, Any] = {"dtype": torch.bfloat16, "quantize": "int4", "kv_cache": "int8"}
 
 
-@pytest.fixture(scope="module", params=["float32", "int4"])
-def plain(request: pytest.FixtureRequest) -> lowbit.Model:
+@pytest.fixture(scope="module")
+def plain(request: pytest.FixtureRequest, short_hybrid: Path) -> lowbit.Model:
     """The target without a drafter."""
-    return load(None, **(INT4 if request.param == "int4" else {}))
+    return load(None, short_hybrid, **(INT4 if request.param == "int4" else {}))
 
 
-@KINDS
-def test_drafts_change_nothing(tmp_path: Path, kind: str, plain: lowbit.Model) -> None:
+@pytest.mark.parametrize(("plain", "kind"), KINDS_BY_DTYPE, indirect=["plain"])
+def test_drafts_change_nothing(
+    tmp_path: Path, short_hybrid: Path, kind: str, plain: lowbit.Model
+) -> None:
     """Greedy, sampled and penalized, alone, in the next turn, and together."""
     plain.engine.forget()
     expected = [plain.engine.submit(request) for request in requests(plain, 10)]
     answers = [handle.result() for handle in expected]
-    write_drafter(tmp_path, base=BASES[kind])
+    write_drafter(tmp_path, base=for_two_layers(BASES[kind]))
     options = INT4 if plain.dtype == torch.bfloat16 else {}
-    drafted = always_drafting(load(tmp_path, **options))
+    drafted = always_drafting(load(tmp_path, short_hybrid, **options))
     for request, handle, answer in zip(requests(drafted, 10), expected, answers, strict=True):
         found = drafted.engine.submit(request)
         assert found.result() == answer
@@ -228,10 +248,10 @@ def test_drafts_change_nothing(tmp_path: Path, kind: str, plain: lowbit.Model) -
 
 
 @pytest.fixture(scope="module")
-def with_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_rows(tmp_path_factory: pytest.TempPathFactory, short_hybrid: Path) -> Path:
     """The target with a draft head of 500 rows."""
     folder = tmp_path_factory.mktemp("target")
-    convert(TARGET, folder, Recipe(base="int4", draft_vocabulary=500))
+    convert(short_hybrid, folder, Recipe(base="int4", draft_vocabulary=500))
     return folder
 
 
@@ -239,7 +259,7 @@ def with_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, with_rows: Path
 ) -> None:
-    write_drafter(tmp_path, base=BASES[kind])
+    write_drafter(tmp_path, base=for_two_layers(BASES[kind]))
     drafted, made = load(tmp_path, with_rows, dtype=torch.bfloat16), noted_drafts(monkeypatch)
     for request in requests(drafted, 8):
         drafted.engine.submit(request).result()
