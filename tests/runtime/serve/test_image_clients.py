@@ -68,7 +68,8 @@ def test_chats_with_results_of_tools(openais: openai.OpenAI) -> None:
             model=NAME, max_tokens=4, messages=messages, tools=[tool]
         )
         assert found.usage is not None
-        return found.usage.prompt_tokens
+        tokens: int = found.usage.prompt_tokens
+        return tokens
 
     assert asked(words("seen"), CHAT_IMAGE) == asked(words("seen")) + TOKENS + FRAME
 
@@ -106,7 +107,7 @@ def test_messages(anthropics: anthropic.Anthropic) -> None:
     """A turn with an image, and one that only a tool's result shows; counted before and after."""
 
     def asked(messages: Any) -> int:
-        counted = anthropics.messages.count_tokens(model=NAME, messages=messages).input_tokens
+        counted: int = anthropics.messages.count_tokens(model=NAME, messages=messages).input_tokens
         found = anthropics.messages.create(model=NAME, max_tokens=4, messages=messages).usage
         assert found.input_tokens + (found.cache_read_input_tokens or 0) == counted
         with anthropics.messages.stream(model=NAME, max_tokens=4, messages=messages) as stream:

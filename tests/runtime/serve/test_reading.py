@@ -35,7 +35,8 @@ def test_chats(reader: Running) -> None:
         found = client.chat.completions.create(
             model=NAME, max_tokens=10, temperature=0, messages=messages
         )
-        return found.choices[0].message.content
+        text: str | None = found.choices[0].message.content
+        return text
 
     with openai.OpenAI(base_url=f"{reader.url}/v1", api_key="none", max_retries=0) as client:
         assert [answer(each) for each in SHOWN] == SAID

@@ -118,7 +118,7 @@ def test_session_of_claude_code(anthropics: anthropic.Anthropic) -> None:
         with anthropics.messages.stream(
             messages=history,
             tool_choice=named,
-            thinking={"type": thinking},  # type: ignore[arg-type]
+            thinking={"type": thinking},
             **fields,
         ) as stream:
             made = stream.get_final_message()

@@ -75,7 +75,7 @@ def test_errors_are_anthropics(client: anthropic.Anthropic) -> None:
     image: Any = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
     with pytest.raises(anthropic.BadRequestError, match="image") as refused:
         client.messages.create(model=NAME, max_tokens=9, messages=image)
-    assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    assert refused.value.body["error"]["type"] == "invalid_request_error"
     with pytest.raises(anthropic.NotFoundError, match="claude"):
         client.messages.create(model="claude", max_tokens=9, messages=STORY)
     search: Any = [{"type": "web_search_20250305", "name": "web_search"}]
