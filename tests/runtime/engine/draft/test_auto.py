@@ -191,11 +191,11 @@ def test_a_suspended_head_does_not_keep_up(
     timed(model, clock, truth)
     monkeypatch.setattr(Policy, "affordable", lambda *given: 0)
     before = clock[0]
-    handle = model.engine.generate(PROMPT, GREEDY, 200)
+    handle = model.engine.generate(PROMPT, GREEDY, 80)
     next(handle)
     handle.result()
     assert drafting.suspended
-    assert clock[0] - before == 199 * STEP  # nothing but plain steps
+    assert clock[0] - before == 79 * STEP  # nothing but plain steps
 
 
 def test_drafts_wait_for_the_time_of_a_step(

@@ -11,7 +11,6 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.draft.mtp import MtpRounds
 from lowbit.runtime.engine.draft.source import Drafts
-from lowbit.runtime.engine.load_options import Mode
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stream import Handle
@@ -28,7 +27,7 @@ GREEDY = lowbit.SamplingParams(logprobs=2)
 HOT = lowbit.SamplingParams(0.9, top_k=40, top_p=0.95, seed=5, logprobs=1)
 STRICT = lowbit.SamplingParams(0.8, repetition_penalty=1.2, presence_penalty=0.5, seed=3)
 IMAGE = 255  # token
-Load = Callable[[Mode], lowbit.Model]
+OPTIONS: dict[str, Any] = {"dtype": torch.float32, "context": 400, "max_sequences": 8}
 
 
 def prompt_of(hidden: int, *parts: int | tuple[int, int], seed: int = 0) -> Request:
@@ -47,22 +46,42 @@ def prompt_of(hidden: int, *parts: int | tuple[int, int], seed: int = 0) -> Requ
     return Request(tuple(ids), GREEDY, 14, images=tuple(spans))
 
 
-@pytest.fixture(scope="module", params=["mtp", "ngram", "dflash"])
-def pair(
+@dataclass
+class Answers:
+    """What a model writes without drafts.
+
+    Attributes:
+        alone: answers to `requests`.
+        turns: answers to every other of them in the turn after.
+    """
+
+    alone: list[Handle]
+    turns: list[Handle]
+
+
+@pytest.fixture(scope="module")
+def answers(shorten: Shorten) -> Answers:
+    plain = lowbit.load(shorten("tiny-qwen3.5"), device="cpu", speculate="off", **OPTIONS)
+    alone = [plain.engine.submit(request) for request in requests()]
+    for each in alone:
+        each.result()
+    turns = []
+    for request, answer in list(zip(requests(), alone, strict=True))[::2]:
+        turns.append(plain.engine.submit(turn_after(request, answer.result())))
+        turns[-1].result()
+    return Answers(alone, turns)
+
+
+@pytest.fixture
+def drafting(
     request: pytest.FixtureRequest, shorten: Shorten, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[lowbit.Model, Callable[[], lowbit.Model]]:
-    """A model without drafts, and what loads it with."""
+) -> lowbit.Model:
     folder, drafter = shorten("tiny-qwen3.5"), None
     if request.param == "dflash":
         drafter = tmp_path_factory.mktemp("drafter")
         section = {"mask_token_id": 4000, "target_layer_ids": [0]}
         write_drafter(drafter, dflash_config=section, num_target_layers=2)
-    same: dict[str, Any] = {"dtype": torch.float32, "context": 400, "max_sequences": 8}
-
-    def drafting() -> lowbit.Model:
-        return lowbit.load(folder, device="cpu", speculate=request.param, drafter=drafter, **same)
-
-    return lowbit.load(folder, device="cpu", speculate="off", **same), drafting
+    return lowbit.load(folder, device="cpu", speculate=request.param, drafter=drafter, **OPTIONS)
 
 
 def requests() -> list[Request]:
@@ -77,39 +96,43 @@ def requests() -> list[Request]:
     return [*asked, replace(asked[0], prompt=(*asked[0].prompt, *again))]
 
 
+def turn_after(request: Request, answer: tuple[int, ...]) -> Request:
+    return replace(request, prompt=(*request.prompt, *answer, 9, 8), max_new_tokens=6)
+
+
 def assert_same(found: Handle, expected: Handle) -> None:
     assert found.result() == expected.result()
     assert found.log_probabilities == expected.log_probabilities
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["cpu", "graphs"])
+@pytest.mark.parametrize(
+    ("drafting", "graphs"),
+    [("mtp", False), ("mtp", True), ("ngram", False), ("dflash", True)],
+    ids=["mtp-cpu", "mtp-graphs", "ngram-cpu", "dflash-graphs"],
+    indirect=["drafting"],
+)
 def test_drafts_change_nothing(
-    graphs: bool,
-    pair: tuple[lowbit.Model, Callable[[], lowbit.Model]],
-    monkeypatch: pytest.MonkeyPatch,
+    drafting: lowbit.Model, graphs: bool, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, together, and in a turn that goes on from what rounds have left."""
-    plain, drafting = pair[0], pair[1]()
-    plain.engine.forget()
     if graphs:
         run_through_graphs(drafting, monkeypatch)
     assert isinstance(drafting.engine.drafting, Drafts)
     drafting.engine.drafting.policy.costs = costs_by_tokens(0.0, 0.0)
     rounds = 0
-    for request in requests()[::2]:
-        expected, found = plain.engine.submit(request), drafting.engine.submit(request)
+    some = zip(requests()[::2], answers.alone[::2], answers.turns, strict=True)
+    for request, expected, turn in some:
+        found = drafting.engine.submit(request)
         assert_same(found, expected)
         rounds += found.tally.rounds
-        turn = replace(request, prompt=(*request.prompt, *found.result(), 9, 8), max_new_tokens=6)
-        expected, found = plain.engine.submit(turn), drafting.engine.submit(turn)
-        assert_same(found, expected)
+        found = drafting.engine.submit(turn_after(request, found.result()))
+        assert_same(found, turn)
         assert found.reused
     assert rounds >= 3
-    plain.engine.forget()
     drafting.engine.forget()
     together = [drafting.engine.submit(request) for request in requests()]
-    for found, request in zip(together, requests(), strict=True):
-        assert_same(found, plain.engine.submit(request))
+    for found, expected in zip(together, answers.alone, strict=True):
+        assert_same(found, expected)
 
 
 @dataclass

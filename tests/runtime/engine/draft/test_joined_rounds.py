@@ -47,7 +47,7 @@ def load(drafter: Path | None, **options: Any) -> lowbit.Model:
     )
 
 
-@pytest.fixture(params=SETTINGS)
+@pytest.fixture
 def models(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[lowbit.Model, lowbit.Model]:
@@ -61,6 +61,10 @@ def models(
     source.policy.costs = costs_by_tokens(0.0, 0.0)
     join_copies(drafting)
     return plain, drafting
+
+
+def by(setting: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("models", [setting], indirect=True)
 
 
 def asked(model: lowbit.Model, starts: list[str], count: int) -> list[Request]:
@@ -85,6 +89,7 @@ def copied(handles: list[Handle]) -> int:
     return sum(each.rounds for each in counts if each is not None)
 
 
+@by("eight bits")
 def test_company_changes_nothing(models: tuple[lowbit.Model, lowbit.Model]) -> None:
     """Seven at once, of which some come later and one leaves."""
     plain, drafting = models
@@ -105,6 +110,7 @@ def test_company_changes_nothing(models: tuple[lowbit.Model, lowbit.Model]) -> N
     assert copied(handles)
 
 
+@by("float32")
 def test_a_long_context_changes_nothing(models: tuple[lowbit.Model, lowbit.Model]) -> None:
     """Beyond two chunks of a prompt, and in the turn after, whose prompt the cache holds."""
     plain, drafting = models

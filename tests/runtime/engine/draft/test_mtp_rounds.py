@@ -139,12 +139,12 @@ def test_the_head_catches_up_with_steps_without_drafts(monkeypatch: pytest.Monke
     folder = EXAMPLES / "models" / "tiny-qwen3.5"
     plain = load(folder, "off")
     flying = always_drafting(load(folder, "mtp", 4), monkeypatch)
-    [request, *_] = asked(plain, 94)
+    [request, *_] = asked(plain, 64)
     drafting: Any = flying.engine.drafting
     costs = drafting.policy.costs
     expected = plain.engine.submit(request).result()
     rights = []
-    for pause in (0, 60):
+    for pause in (0, 36):
         flying.engine.forget()
         handle = flying.engine.submit(request)
         begun = [next(handle)]
@@ -152,7 +152,7 @@ def test_the_head_catches_up_with_steps_without_drafts(monkeypatch: pytest.Monke
         begun += [next(handle) for _ in range(pause)]
         drafting.policy.costs = costs
         before = handle.tally.speculated
-        begun += [next(handle) for _ in range(80 - pause)]
+        begun += [next(handle) for _ in range(54 - pause)]
         assert (*begun, *handle) == expected
         rounds = handle.tally.rounds - before.rounds
         rights.append((handle.tally.accepted[0] - sum(before.accepted[:1])) / rounds)
