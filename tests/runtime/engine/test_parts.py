@@ -31,7 +31,7 @@ from tests.runtime.engine.small_engine import assert_all_free
 from tests.short_models import Shorten
 
 MANY, FEW = 128, 4  # sequences together
-ASKED = 100
+ASKED = 80
 CONTEXT = 128
 ENDS = frozenset({4000})
 COMMON = (*range(100, 170), 4000)  # a message with which many prompts begin
@@ -153,7 +153,7 @@ def test_few_pages_admit_as_many_as_they_hold(
     model: lowbit.Model, expected: dict[int, Answer]
 ) -> None:
     """Others wait; whoever ends gives pages back, kept prefixes too."""
-    engine = engine_of(model, MANY, pages=EXACT_TOKENS + 16)
+    engine = engine_of(model, MANY, pages=EXACT_TOKENS + 12)
     requests, running = asked(), []
     handles = {number: engine.submit(request) for number, request in requests.items()}
     while engine.step():
@@ -170,7 +170,7 @@ def test_cancelled_between_two_parts(
     """Requests of the part that ran and of the one that follows end, the others go on."""
     engine, choose, steps = engine_of(model, MANY), Runner._choose, []
     handles = {number: engine.submit(request) for number, request in asked().items()}
-    cancelled = (3, 40, 70, 99)
+    cancelled = (3, 40, 70, 79)
 
     def noted(runner: Runner, logits: Tensor, plan: StepPlan, *rest: Any) -> None:
         choose(runner, logits, plan, *rest)
