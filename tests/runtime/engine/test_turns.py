@@ -39,7 +39,11 @@ def load(request: pytest.FixtureRequest, tmp_path: Path, shorten: Shorten) -> Lo
     return lambda: lowbit.load(folder, device="cpu", dtype=torch.float32, context=1024)
 
 
-@pytest.mark.parametrize(("thinking", "tokens"), [(True, 6), (False, 8)])
+@pytest.mark.parametrize(
+    ("load", "thinking", "tokens"),
+    [("tiny-qwen3", False, 8), ("tiny-qwen3.5", True, 6)],
+    indirect=["load"],
+)
 def test_every_turn_is_what_a_fresh_model_answers(load: Load, thinking: bool, tokens: int) -> None:
     model, fresh, messages = load(), load(), list[lowbit.Message]()
     reused = []
