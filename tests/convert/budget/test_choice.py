@@ -52,8 +52,8 @@ def mean_kl(folder: Path, plans: list[Plan], windows: Tensor) -> list[float]:
 
 @pytest.mark.commands
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
-def test_a_choice_beats_every_uniform_one_of_its_size(hybrid: Path) -> None:
-    folder = hybrid
+def test_a_choice_beats_every_uniform_one_of_its_size(short_hybrid: Path) -> None:
+    folder = short_hybrid
     weights = open_weights(folder)
     config, tensors = weights.checkpoint.config, weights.checkpoint.tensors
     windows = read_calibration(STORIES, folder, length=128, limit=1 << 30).samples

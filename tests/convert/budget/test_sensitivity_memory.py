@@ -82,7 +82,7 @@ def grown(script: str, *arguments: Path | str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "hidden"), [("rtn", 768), ("gptq", 384)])
+@pytest.mark.parametrize(("method", "hidden"), [("rtn", 512), ("gptq", 384)])
 def test_sensitivities_stay_below_what_is_announced(
     tmp_path: Path,
     make_model: MakeModel,

@@ -69,17 +69,16 @@ def test_launches_of_a_card(make_tiled: MakeTiled, tuned: Tuned) -> None:
 
 
 SHARED = [
-    (4, GemvLaunch(1, 2, 4, split=2)),
-    (4, GemvLaunch(2, 3, 8, warp_groups=2, rounds=2, split=4)),
-    (8, GemvLaunch(1, 3, 8, early=True, rounds=3, split=2)),
-    (8, GemvLaunch(1, 4, 4, rounds=8)),
-    (3, GemvLaunch(1, 2, 4, warp_groups=4, rounds=2, split=4)),
-    (2, GemvLaunch(1, 1, 2, rounds=3, split=2)),
+    (4, GemvLaunch(1, 2, 4, split=2), 4096),
+    (4, GemvLaunch(2, 3, 8, warp_groups=2, rounds=2, split=4), 2208),
+    (8, GemvLaunch(1, 3, 8, early=True, rounds=3, split=2), 4096),
+    (8, GemvLaunch(1, 4, 4, rounds=8), 2208),
+    (3, GemvLaunch(1, 2, 4, warp_groups=4, rounds=2, split=4), 4096),
+    (2, GemvLaunch(1, 1, 2, rounds=3, split=2), 2208),
 ]
 
 
-@pytest.mark.parametrize("K", [4096, 2208])
-@pytest.mark.parametrize(("bits", "launch"), SHARED, ids=str)
+@pytest.mark.parametrize(("bits", "launch", "K"), SHARED, ids=str)
 def test_programs_that_share_a_tile(
     make_tiled: MakeTiled, bits: int, launch: GemvLaunch, K: int
 ) -> None:

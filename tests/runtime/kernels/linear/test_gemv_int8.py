@@ -239,7 +239,8 @@ def test_a_token_has_its_bits_in_any_step_and_prompt(
     some = range(0, most, max(1, most // 16))
     alone = {i: compute("chosen", slice(i, i + 1))[0] for i in some}
     assert any(bool(row.isnan().all()) for row in alone.values())
-    for first, count in ((0, 2), (0, 8), (0, 9), (0, 65), (0, 256), (most // 3, most)):
+    sizes = ((0, 2), (0, 8), (0, 9), (0, 65), (0, 256), (most // 3, most))
+    for first, count in dict.fromkeys((at, min(size, most - at)) for at, size in sizes):
         y = compute(kernel, slice(first, first + count))
         for i in range(len(y)):
             if first + i in alone:
