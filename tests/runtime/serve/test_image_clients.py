@@ -4,13 +4,12 @@ import base64
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
 from lowbit.runtime.images import picture as limits
 from tests.runtime.images.pictures import picture, saved
 from tests.runtime.serve.conftest import LEFT_OUT, NAME, Running
+from tests.runtime.serve.sdks import anthropic_client, openai_client
 from tests.runtime.serve.test_images import DATA, TOKENS, URL
 
 CHAT_IMAGE: Any = {"type": "image_url", "image_url": {"url": URL}}
@@ -23,18 +22,18 @@ FRAME = 2  # tokens around an image
 
 
 @pytest.fixture
-def openais(seeing: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="none", max_retries=0) as found:
+def openais(seeing: Running) -> Iterator[Any]:
+    with openai_client(seeing) as found:
         yield found
 
 
 @pytest.fixture
-def anthropics(seeing: Running) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=seeing.url, api_key="none", max_retries=0) as found:
+def anthropics(seeing: Running) -> Iterator[Any]:
+    with anthropic_client(seeing) as found:
         yield found
 
 
-def chat(client: openai.OpenAI, *parts: Any, **more: Any) -> Any:
+def chat(client: Any, *parts: Any, **more: Any) -> Any:
     messages: Any = [{"role": "user", "content": list(parts)}]
     return client.chat.completions.create(model=NAME, max_tokens=4, messages=messages, **more)
 
@@ -43,7 +42,7 @@ def words(text: str, kind: str = "text") -> Any:
     return {"type": kind, "text": text}
 
 
-def test_chats(openais: openai.OpenAI) -> None:
+def test_chats(openais: Any) -> None:
     bare = chat(openais, words("What is ?"))
     shown = chat(openais, words("What is "), CHAT_IMAGE, words("?"), n=2, temperature=1, seed=3)
     assert shown.usage.prompt_tokens == bare.usage.prompt_tokens + TOKENS + FRAME
@@ -54,7 +53,7 @@ def test_chats(openais: openai.OpenAI) -> None:
     assert last.usage.total_tokens == last.usage.prompt_tokens + last.usage.completion_tokens
 
 
-def test_chats_with_results_of_tools(openais: openai.OpenAI) -> None:
+def test_chats_with_results_of_tools(openais: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "shot", "arguments": "{}"}}
     tool: Any = {"type": "function", "function": {"name": "shot", "parameters": {}}}
 
@@ -74,7 +73,7 @@ def test_chats_with_results_of_tools(openais: openai.OpenAI) -> None:
     assert asked(words("seen"), CHAT_IMAGE) == asked(words("seen")) + TOKENS + FRAME
 
 
-def test_details_limit_tokens(openais: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_details_limit_tokens(openais: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(limits.DETAIL_PIXELS, "low", 32 * 32 * 10)
     tokens: dict[Any, int] = {}
     for detail in ("low", "auto", "high"):
@@ -87,7 +86,7 @@ def test_details_limit_tokens(openais: openai.OpenAI, monkeypatch: pytest.Monkey
     assert tokens["low"] < tokens["auto"] == tokens["high"]
 
 
-def test_responses(openais: openai.OpenAI) -> None:
+def test_responses(openais: Any) -> None:
     given: Any = [
         {"role": "user", "content": [words("What is this?", "input_text"), INPUT_IMAGE]},
         {"type": "function_call", "call_id": "1", "name": "shot", "arguments": "{}"},
@@ -103,7 +102,7 @@ def test_responses(openais: openai.OpenAI) -> None:
     assert last.response.usage.input_tokens == found.usage.input_tokens
 
 
-def test_messages(anthropics: anthropic.Anthropic) -> None:
+def test_messages(anthropics: Any) -> None:
     """A turn with an image, and one that only a tool's result shows; counted before and after."""
 
     def asked(messages: Any) -> int:
@@ -126,7 +125,7 @@ def test_messages(anthropics: anthropic.Anthropic) -> None:
     assert seen == asked([*before, {"role": "user", "content": [result]}]) + TOKENS + FRAME
 
 
-def test_a_growing_session_pays_for_its_picture_once(anthropics: anthropic.Anthropic) -> None:
+def test_a_growing_session_pays_for_its_picture_once(anthropics: Any) -> None:
     content = [words("Look. " * 40), IMAGE, words("Say what it shows. " * 10)]
     messages: list[Any] = [{"role": "user", "content": content}]
     first = anthropics.messages.create(model=NAME, max_tokens=4, messages=messages).usage
@@ -142,7 +141,7 @@ def test_a_growing_session_pays_for_its_picture_once(anthropics: anthropic.Anthr
 
 @pytest.mark.parametrize("form", ["one line", "lines"])
 def test_a_picture_that_is_written_out_as_text_is_named(
-    openais: openai.OpenAI, anthropics: anthropic.Anthropic, form: str
+    openais: Any, anthropics: Any, form: str
 ) -> None:
     """Some clients flatten a screenshot so: tens of thousands of tokens that nobody can read."""
     file = saved(picture(400, 300))
@@ -175,9 +174,10 @@ def test_a_picture_that_is_written_out_as_text_is_named(
     assert message.headers[LEFT_OUT] == "image in text"
 
 
-def test_refusals_are_the_libraries_own_errors(
-    openais: openai.OpenAI, anthropics: anthropic.Anthropic
-) -> None:
+def test_refusals_are_the_libraries_own_errors(openais: Any, anthropics: Any) -> None:
+    import anthropic
+    import openai
+
     bad: Any = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     with pytest.raises(openai.BadRequestError) as first:
         chat(openais, words("See"), bad)

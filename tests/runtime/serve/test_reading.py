@@ -5,14 +5,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
 import lowbit.runtime as lowbit
 from lowbit.runtime.images.data_url import data_url
 from tests.reading import FOLDER, QUESTION, pictures, saved, words
 from tests.runtime.serve.conftest import NAME, Running, running
+from tests.runtime.serve.sdks import anthropic_client, openai_client
 
 SHOWN = [saved(each) for each in pictures()[:4]]
 SAID = list(words()[:4])
@@ -38,7 +37,7 @@ def test_chats(reader: Running) -> None:
         text: str | None = found.choices[0].message.content
         return text
 
-    with openai.OpenAI(base_url=f"{reader.url}/v1", api_key="none", max_retries=0) as client:
+    with openai_client(reader) as client:
         assert [answer(each) for each in SHOWN] == SAID
         with ThreadPoolExecutor(len(SHOWN)) as threads:
             assert list(threads.map(answer, SHOWN)) == SAID, "from the cache, and together"
@@ -50,7 +49,7 @@ def test_responses(reader: Running) -> None:
         {"type": "input_text", "text": QUESTION},
     ]
     given: Any = [{"role": "user", "content": content}]
-    with openai.OpenAI(base_url=f"{reader.url}/v1", api_key="none", max_retries=0) as client:
+    with openai_client(reader) as client:
         found = client.responses.create(
             model=NAME, max_output_tokens=10, temperature=0, input=given
         )
@@ -67,7 +66,7 @@ def test_messages(reader: Running) -> None:
         return [{"role": "user", "content": content}]
 
     options: Any = {"model": NAME, "max_tokens": 10}  # greedy, as generation_config.json has it
-    with anthropic.Anthropic(base_url=reader.url, api_key="none", max_retries=0) as client:
+    with anthropic_client(reader) as client:
         found = client.messages.create(messages=asked(SHOWN[2]), **options)
         assert [part.text for part in found.content if part.type == "text"] == [SAID[2]]
         with client.messages.stream(messages=asked(SHOWN[3]), **options) as stream:

@@ -4,11 +4,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
 from tests.runtime.serve.conftest import NAME, Running
+from tests.runtime.serve.sdks import anthropic_client, openai_client
 
 TEXT = {"type": "string", "minLength": 900}  # longer than the answers
 WRITE = {"type": "object", "properties": {"text": TEXT}, "required": ["text"]}
@@ -24,18 +23,18 @@ PICTURE = "data:image/png;base64,AA=="
 
 
 @pytest.fixture
-def openais(agents: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{agents.url}/v1", api_key="none", max_retries=0) as found:
+def openais(agents: Running) -> Iterator[Any]:
+    with openai_client(agents) as found:
         yield found
 
 
 @pytest.fixture
-def anthropics(agents: Running) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=agents.url, api_key="none", max_retries=0) as found:
+def anthropics(agents: Running) -> Iterator[Any]:
+    with anthropic_client(agents) as found:
         yield found
 
 
-def test_session_of_codex(openais: openai.OpenAI) -> None:
+def test_session_of_codex(openais: Any) -> None:
     tools: list[Any] = [
         *(
             {"type": "function", "name": name, "strict": False, "parameters": schema}
@@ -94,7 +93,7 @@ def test_session_of_codex(openais: openai.OpenAI) -> None:
     assert sum(item["type"] == "function_call" for item in history) >= 2
 
 
-def test_session_of_claude_code(anthropics: anthropic.Anthropic) -> None:
+def test_session_of_claude_code(anthropics: Any) -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
     fields: dict[str, Any] = {
         "model": NAME,
@@ -142,7 +141,7 @@ def test_session_of_claude_code(anthropics: anthropic.Anthropic) -> None:
     assert made.stop_reason == "max_tokens"
 
 
-def test_session_of_opencode(openais: openai.OpenAI) -> None:
+def test_session_of_opencode(openais: Any) -> None:
     fields: dict[str, Any] = {
         "model": NAME,
         "max_tokens": 90,

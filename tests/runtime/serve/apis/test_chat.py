@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import openai
 import pytest
-from openai.types.chat import ChatCompletionChunk
 
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Generation
@@ -17,6 +15,7 @@ from lowbit.runtime.serve.request.forms import AnswerFormat, asked_grammar, sche
 from lowbit.runtime.serve.request.prepare import Asked, encode
 from lowbit.runtime.text.tools import read_tools
 from tests.runtime.serve.conftest import NAME, Running
+from tests.runtime.serve.sdks import openai_client
 
 STORY: list[Any] = [{"role": "user", "content": "Tell me a story about a cat."}]
 PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -36,8 +35,8 @@ TOOLS: list[Any] = [
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+def client(server: Running) -> Iterator[Any]:
+    with openai_client(server) as found:
         yield found
 
 
@@ -50,13 +49,13 @@ def greedy(server: Running, count: int, stop: tuple[str, ...] = ()) -> Generatio
     return found
 
 
-def ask(client: openai.OpenAI, **changes: Any) -> Any:
+def ask(client: Any, **changes: Any) -> Any:
     fields = {"model": NAME, "messages": STORY, "temperature": 0, "max_tokens": 24, **changes}
     fields["extra_body"] = {**PLAIN, **fields.get("extra_body", {})}
     return client.chat.completions.create(**fields)
 
 
-def test_greedy_answer_is_that_of_the_model(server: Running, client: openai.OpenAI) -> None:
+def test_greedy_answer_is_that_of_the_model(server: Running, client: Any) -> None:
     found = ask(client, user="me", store=False, metadata={"a": "b"}, service_tier="auto")
     alone = greedy(server, 24)
     assert found.choices[0].message.content == alone.text
@@ -83,10 +82,8 @@ def test_control_tokens_in_a_message_are_text_unless_they_are_allowed(server: Ru
     assert server.model.encode(forged, raw=True).count(end) == 1
 
 
-def test_stream_has_role_text_reason_and_usage(server: Running, client: openai.OpenAI) -> None:
-    chunks: list[ChatCompletionChunk] = list(
-        ask(client, stream=True, stream_options={"include_usage": True})
-    )
+def test_stream_has_role_text_reason_and_usage(server: Running, client: Any) -> None:
+    chunks: list[Any] = list(ask(client, stream=True, stream_options={"include_usage": True}))
     *body, last = chunks
     deltas = [chunk.choices[0].delta for chunk in body]
     assert deltas[0].role == "assistant"
@@ -102,7 +99,7 @@ def test_stream_has_role_text_reason_and_usage(server: Running, client: openai.O
     assert len(body) > 10  # token by token
 
 
-def test_stop_string_ends_the_text(server: Running, client: openai.OpenAI) -> None:
+def test_stop_string_ends_the_text(server: Running, client: Any) -> None:
     whole = greedy(server, 24).text
     stop = whole[10:13]
     found = ask(client, stop=[stop])
@@ -110,7 +107,7 @@ def test_stop_string_ends_the_text(server: Running, client: openai.OpenAI) -> No
     assert found.choices[0].finish_reason == "stop"
 
 
-def test_a_prompt_asked_again_is_cached(client: openai.OpenAI) -> None:
+def test_a_prompt_asked_again_is_cached(client: Any) -> None:
     turns = [{"role": "system", "content": "The cat and the dog ran. " * 40}, *STORY]
     first = ask(client, messages=turns)
     again = ask(client, messages=turns)
@@ -118,7 +115,7 @@ def test_a_prompt_asked_again_is_cached(client: openai.OpenAI) -> None:
     assert again.choices[0].message.content == first.choices[0].message.content
 
 
-def test_choices_differ_by_their_seeds(client: openai.OpenAI) -> None:
+def test_choices_differ_by_their_seeds(client: Any) -> None:
     first = ask(client, n=3, seed=5, temperature=1.5)
     texts = [choice.message.content for choice in first.choices]
     assert len(set(texts)) == 3
@@ -127,7 +124,7 @@ def test_choices_differ_by_their_seeds(client: openai.OpenAI) -> None:
     assert again.choices[0].message.content == texts[1]
 
 
-def test_log_probabilities_are_of_the_greedy_tokens(client: openai.OpenAI) -> None:
+def test_log_probabilities_are_of_the_greedy_tokens(client: Any) -> None:
     found = ask(client, logprobs=True, top_logprobs=3, max_tokens=8)
     content = found.choices[0].logprobs.content
     assert len(content) == 8
@@ -143,6 +140,8 @@ def test_log_probabilities_are_of_the_greedy_tokens(client: openai.OpenAI) -> No
 
 
 def test_many_at_once_answer_as_alone(server: Running) -> None:
+    import openai
+
     counts = [4 + index % 7 for index in range(20)]
 
     async def run() -> list[str]:
@@ -160,7 +159,7 @@ def test_many_at_once_answer_as_alone(server: Running) -> None:
     assert asyncio.run(run()) == [greedy(server, count).text for count in counts]
 
 
-def test_reasoning_is_apart_and_ends_with_its_budget(client: openai.OpenAI) -> None:
+def test_reasoning_is_apart_and_ends_with_its_budget(client: Any) -> None:
     body = {
         "chat_template_kwargs": {"open_thinking": True},
         "thinking_budget": 5,
@@ -178,7 +177,7 @@ def test_reasoning_is_apart_and_ends_with_its_budget(client: openai.OpenAI) -> N
     assert "".join(delta.content or "" for delta in deltas) == message.content
 
 
-def test_required_call_has_arguments_under_its_schema(client: openai.OpenAI) -> None:
+def test_required_call_has_arguments_under_its_schema(client: Any) -> None:
     fields: dict[str, Any] = {
         "tools": TOOLS,
         "tool_choice": "required",
@@ -202,7 +201,7 @@ def test_required_call_has_arguments_under_its_schema(client: openai.OpenAI) -> 
     assert chunks[-1].finish_reason == "tool_calls"
 
 
-def test_strict_tools_leave_the_text_free(client: openai.OpenAI) -> None:
+def test_strict_tools_leave_the_text_free(client: Any) -> None:
     function = {**TOOLS[0]["function"], "strict": True}
     tools = [{"type": "function", "function": function}]
     found = ask(client, tools=tools, max_tokens=20)
@@ -210,7 +209,7 @@ def test_strict_tools_leave_the_text_free(client: openai.OpenAI) -> None:
     assert found.choices[0].message.content
 
 
-def test_named_call_and_its_result_are_a_conversation(client: openai.OpenAI) -> None:
+def test_named_call_and_its_result_are_a_conversation(client: Any) -> None:
     named = {"type": "function", "function": {"name": "get_traffic"}}
     fields: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False, "max_tokens": 150}
     message = ask(client, tool_choice=named, **fields).choices[0].message
@@ -223,7 +222,7 @@ def test_named_call_and_its_result_are_a_conversation(client: openai.OpenAI) -> 
     assert found.choices[0].message.content
 
 
-def test_json_schema_holds(client: openai.OpenAI) -> None:
+def test_json_schema_holds(client: Any) -> None:
     schema = {"name": "place", "schema": PLACE, "strict": True}
     for form in (
         {"response_format": {"type": "json_schema", "json_schema": schema}},

@@ -5,26 +5,26 @@ from dataclasses import replace
 from typing import Any
 
 import httpx2
-import openai
 import pytest
 
 from tests.runtime.serve.conftest import NAME, Running
+from tests.runtime.serve.sdks import openai_client
 
 TEXTS = ("Once upon a time, there was a little girl named Lily.", " She loved to play outside")
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+def client(server: Running) -> Iterator[Any]:
+    with openai_client(server) as found:
         yield found
 
 
-def complete(client: openai.OpenAI, prompt: Any, **changes: Any) -> Any:
+def complete(client: Any, prompt: Any, **changes: Any) -> Any:
     fields = {"model": NAME, "prompt": prompt, "temperature": 0, "max_tokens": 12, **changes}
     return client.completions.create(**fields)
 
 
-def test_text_and_ids_continue_alike(server: Running, client: openai.OpenAI) -> None:
+def test_text_and_ids_continue_alike(server: Running, client: Any) -> None:
     model = server.model
     sampling = replace(model.defaults, temperature=0.0)
     alone = [
@@ -43,7 +43,7 @@ def test_text_and_ids_continue_alike(server: Running, client: openai.OpenAI) -> 
     assert streamed == alone
 
 
-def test_echo_scores_the_prompt(server: Running, client: openai.OpenAI) -> None:
+def test_echo_scores_the_prompt(server: Running, client: Any) -> None:
     ids = server.model.encode(TEXTS[0], raw=True)
     scores = server.model.score(ids, 2)
     found = complete(client, ids, echo=True, logprobs=2, max_tokens=1).choices[0]
@@ -59,7 +59,7 @@ def test_echo_scores_the_prompt(server: Running, client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("most", [0, 5])
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_a_streamed_echo_sends_the_prompt_first(
-    server: Running, client: openai.OpenAI, most: int, logprobs: int | None
+    server: Running, client: Any, most: int, logprobs: int | None
 ) -> None:
     ids = [server.model.encode(text, raw=True) for text in TEXTS]
     fields: dict[str, Any] = {"echo": True, "logprobs": logprobs, "max_tokens": most, "n": 2}

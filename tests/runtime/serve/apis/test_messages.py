@@ -4,10 +4,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import pytest
 
 from tests.runtime.serve.conftest import NAME, Running
+from tests.runtime.serve.sdks import anthropic_client
 
 STORY: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Tell me a story."}]}]
 PLACE = {
@@ -20,12 +20,12 @@ TOOL: list[Any] = [{"name": "get_weather", "description": "Weather.", "input_sch
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as found:
+def client(server: Running) -> Iterator[Any]:
+    with anthropic_client(server) as found:
         yield found
 
 
-def test_message_and_its_stream_are_alike(client: anthropic.Anthropic) -> None:
+def test_message_and_its_stream_are_alike(client: Any) -> None:
     fields: dict[str, Any] = {"model": NAME, "max_tokens": 20, "extra_body": {"temperature": 0}}
     fields |= {"system": "Be brief.", "metadata": {"user_id": "me"}}
     found = client.messages.create(messages=STORY, **fields)
@@ -47,7 +47,7 @@ def test_message_and_its_stream_are_alike(client: anthropic.Anthropic) -> None:
     assert counted.input_tokens == whole
 
 
-def test_tool_use_and_its_result(client: anthropic.Anthropic) -> None:
+def test_tool_use_and_its_result(client: Any) -> None:
     fields: dict[str, Any] = {"model": NAME, "max_tokens": 200, "tools": TOOL}
     fields |= {"extra_body": {"temperature": 0}}
     choice: Any = {"type": "any", "disable_parallel_tool_use": True}
@@ -71,7 +71,9 @@ def test_tool_use_and_its_result(client: anthropic.Anthropic) -> None:
     assert answer.content[0].type == "text"
 
 
-def test_errors_are_anthropics(client: anthropic.Anthropic) -> None:
+def test_errors_are_anthropics(client: Any) -> None:
+    import anthropic
+
     image: Any = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
     with pytest.raises(anthropic.BadRequestError, match="image") as refused:
         client.messages.create(model=NAME, max_tokens=9, messages=image)

@@ -4,10 +4,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 
 from tests.runtime.serve.conftest import NAME, Running
+from tests.runtime.serve.sdks import openai_client
 
 CODE = {"type": "object", "properties": {"code": {"type": "integer", "minimum": 0, "maximum": 99}}}
 SCHEMA = {**CODE, "required": ["code"], "additionalProperties": False}
@@ -23,12 +23,12 @@ TOOL: list[Any] = [
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+def client(server: Running) -> Iterator[Any]:
+    with openai_client(server) as found:
         yield found
 
 
-def test_response_and_its_stream_are_alike(client: openai.OpenAI) -> None:
+def test_response_and_its_stream_are_alike(client: Any) -> None:
     fields: dict[str, Any] = {"model": NAME, "max_output_tokens": 20, "temperature": 0}
     fields |= {"input": "Tell me a story.", "instructions": "Be brief."}
     found = client.responses.create(**fields)
@@ -46,7 +46,7 @@ def test_response_and_its_stream_are_alike(client: openai.OpenAI) -> None:
     assert events[-1].response.output_text == text
 
 
-def test_format_and_calls(client: openai.OpenAI) -> None:
+def test_format_and_calls(client: Any) -> None:
     fields: dict[str, Any] = {"model": NAME, "max_output_tokens": 100, "temperature": 0}
     fields |= {"input": [{"role": "user", "content": "Code?"}], "reasoning": {"effort": "none"}}
     form: Any = {"format": {"type": "json_schema", "name": "code", "schema": SCHEMA}}
@@ -66,7 +66,9 @@ def test_format_and_calls(client: openai.OpenAI) -> None:
     assert client.responses.create(**{**fields, "max_output_tokens": 5}).output_text
 
 
-def test_what_would_be_stored_is_refused(client: openai.OpenAI) -> None:
+def test_what_would_be_stored_is_refused(client: Any) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         client.responses.create(model=NAME, input="Hi", previous_response_id="resp_1")
     with pytest.raises(openai.BadRequestError, match="item_reference"):
