@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=  # tests start Python many times: it need not 
 USUAL := not gpu and not kernels and not clients and not scripts and not commands
 marked = $(shell grep -rl --include='test_*.py' 'mark\.$(1)\>' tests)# files with tests of a mark: others need no import
 
-.PHONY: demo docs test quick test-nightly test-scripts test-commands test-kernels test-every-kernel test-clients check install-check install-check-quick fix clean
+.PHONY: demo docs test quick test-nightly test-scripts test-commands test-kernels test-every-kernel test-memory test-clients check install-check install-check-quick fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowbit-convert $(MODEL) $(PACKED) --method rtn --overwrite --report --eval-text $(EVAL)
@@ -41,8 +41,11 @@ test-every-kernel: $(VENV)/.installed-dev  # before a release: every launch of e
 test-scripts: $(VENV)/.installed-dev  # those of examples/
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m scripts $(call marked,scripts)
 
-test-commands: $(VENV)/.installed-dev  # whole commands: chats, calibrations, reports, interruptions, extremes of every number, peaks of memory
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m commands $(call marked,commands)
+test-commands: $(VENV)/.installed-dev  # whole commands: chats, calibrations, reports, interruptions, extremes of every number, a peak of memory
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m "commands and not memory" $(call marked,commands)
+
+test-memory: $(VENV)/.installed-dev  # before a release: all peaks of memory
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 1 -m memory $(call marked,memory)
 
 test-clients: $(VENV)/.installed-clients $(PINNED)  # lm-evaluation-harness, the compressed-tensors that vLLM pins, and the chat page in Chromium
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m clients $(call marked,clients)

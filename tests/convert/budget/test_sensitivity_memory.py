@@ -81,6 +81,7 @@ def grown(script: str, *arguments: Path | str) -> int:
     return after - before
 
 
+@pytest.mark.memory
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "hidden"), [("rtn", 512), ("gptq", 384)])
 def test_sensitivities_stay_below_what_is_announced(
@@ -107,6 +108,7 @@ def test_sensitivities_stay_below_what_is_announced(
     assert room / 5 < grown(ESTIMATE, model, text, method) < room
 
 
+@pytest.mark.memory
 @pytest.mark.slow
 def test_training_stays_below_what_is_announced(tmp_path: Path, stories: str) -> None:
     packed = convert(HYBRID, tmp_path / "packed", Recipe()).folder

@@ -68,7 +68,13 @@ SOURCE_BYTES = 200_000_000
     ("method", "head", "dtype", "sizes"),
     [
         ("absmax", "int4", torch.float32, {"vocab_size": 24576, "hidden_size": 768}),
-        ("rtn", "bf16", torch.bfloat16, {"vocab_size": 98304, "intermediate_size": 4096}),
+        pytest.param(
+            "rtn",
+            "bf16",
+            torch.bfloat16,
+            {"vocab_size": 98304, "intermediate_size": 4096},
+            marks=pytest.mark.memory,
+        ),
     ],
 )
 def test_peak_stays_below_the_limit(
@@ -93,6 +99,7 @@ def test_peak_stays_below_the_limit(
     assert limit - before < SOURCE_BYTES * 0.6
 
 
+@pytest.mark.memory
 @pytest.mark.slow
 def test_peak_of_a_rotation_stays_below_the_limit(tmp_path: Path, make_model: MakeModel) -> None:
     shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2}
