@@ -50,6 +50,8 @@ def export(
 ) -> None:
     """Repack the packed checkpoint DIR for another engine into the folder OUT.
 
+    gguf takes an original as well, whose matrices stay as they are.
+
     DIR is compared with the hashes in its lowbit.json first. Codes and scales stay the same; the
     result is read back and compared with DIR before it takes its place, and what a container cannot
     express exactly is refused, or with --dequantize named. gptq and awq need --dequantize for the
@@ -75,11 +77,14 @@ def _show(done: "Export") -> None:
 
     proof = done.proof
     ok(f"{done.folder}: {size(done.weight_bytes)} of weights")
-    ok(
-        f"read back: {proof.linears} linears, {proof.codes:,} codes and {proof.scales:,} scales "
-        f"equal, largest difference of a weight {proof.largest_difference}; {proof.copied} other "
-        "tensors with the same bytes"
-    )
+    if proof.linears:
+        ok(
+            f"read back: {proof.linears} linears, {proof.codes:,} codes and {proof.scales:,} "
+            f"scales equal, largest difference of a weight {proof.largest_difference}; "
+            f"{proof.copied} other tensors with the same bytes"
+        )
+    else:
+        ok(f"read back: nothing is packed; {proof.copied} matrices with the same bytes")
     if done.dequantized:
         words = described((row.module, f"{row.scheme} to {row.dtype}") for row in done.dequantized)
         largest = max(row.largest_difference for row in done.dequantized)

@@ -74,10 +74,11 @@ def export(
     dequantize: bool = False,
     progress: Progress | None = None,
 ) -> Export:
-    """Repack a packed folder into another engine's container, and read the result back.
+    """Repack a folder into another engine's container, and read the result back.
 
     The folder's bytes are compared with its lowbit.json before anything is written. Memory holds
-    the packed words of one linear at a time.
+    the packed words of one linear at a time. GGUF also takes an original, whose matrices keep their
+    dtype.
 
     Args:
         max_shard_bytes: limit of a weight file; a GGUF file is always one.
@@ -92,7 +93,7 @@ def export(
     place = free_place(out)
     on_progress = progress or silent
     check_apart(Path(folder), place)
-    source = open_source(Path(folder))
+    source = open_source(Path(folder), originals=target == "gguf")
     if source.model_type not in EXPORTED:
         raise UnsupportedModelError(
             f"config.json: model_type `{source.model_type}` cannot be exported yet",
@@ -109,7 +110,7 @@ def export(
         keys = metadata(source, place.name)
     carried = _carried(source, target)
     manifest = source.packed.manifest
-    notes = [NO_MANIFEST] if manifest is None else []
+    notes = [NO_MANIFEST] if manifest is None and source.linears else []
     if manifest is not None:
         check_recorded(source.packed, manifest, on_progress)
     written = [*carried, f"{place.name}.gguf"]
@@ -130,7 +131,7 @@ def export(
         weight_bytes=size,
         files=tuple(files),
         dropped=tuple(layout.dropped(source) if layout else gguf.dropped(source)),
-        notes=(*(layout.notes(source) if layout else ()), *notes),
+        notes=(*(layout.notes(source) if layout else gguf.notes(source)), *notes),
         proof=proof,
         dequantized=plain,
     )

@@ -8,7 +8,7 @@ layer become one tensor. A vision tower belongs in a file of its own (`mmproj`) 
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,6 @@ from lowbit.convert.export.misfits import FP16_MAX
 from lowbit.convert.export.outputs import (
     chained,
     check_one_dtype,
-    row_parts,
-    row_ranges,
     stack_shape,
     stacked,
 )
@@ -42,7 +40,9 @@ from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, PackedSource, ch
 from lowbit.formats.architectures.names import any_expert, expert_of, split_layer, without_model
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError
+from lowbit.formats.safetensors.checkpoint import TensorInfo
 
+QWEN3_HEAD = 128  # size that transformers gives the heads of every dense Qwen3 in a GGUF file
 OUTSIDE = {
     "embed_tokens.weight": "token_embd.weight",
     "norm.weight": "output_norm.weight",
@@ -194,17 +194,39 @@ def decode(source: PackedSource, path: Path, place: GgufPlace, linear: Linear) -
 def copies(
     source: PackedSource, path: Path, places: dict[str, GgufPlace]
 ) -> Iterator[tuple[str, Iterable[Tensor], Iterable[Tensor]]]:
-    """Matrices copied byte for byte: (name, blocks of the source, blocks of the file)."""
+    """Matrices that keep their dtype: (name, blocks of the source, the same of the file)."""
     for spec in source.packed.specs:
         info = source.checkpoint.tensors.get(spec.name)
-        if info is None or not _keeps_dtype(spec):
-            continue
-        if all(order is None for order in _order(source, info.name)):
+        if info is not None and _keeps_dtype(spec):
             place = places[target_name(source, info.name)]
-            first = _first_row(info.name, info.shape[0])
-            theirs = [(first + start, first + stop) for start, stop in row_ranges(info)]
-            blocks = (read_rows(path, place, *part) for part in theirs)
-            yield info.name, row_parts(source.checkpoint, info), blocks
+            yield info.name, *_copy(source, info, path, place)
+
+
+def _copy(
+    source: PackedSource, info: TensorInfo, path: Path, place: GgufPlace
+) -> tuple[Iterator[Tensor], Iterator[Tensor]]:
+    """Blocks of a matrix in the source, its rows in GGUF's order, and the same of the file."""
+    (N, K), name = info.shape, info.name
+    rows, columns = _order(source, name)
+    parts = list(runs(rows, N, max(1, BLOCK_WEIGHTS // K)))
+    stops = list(accumulate((stop - start for start, stop in parts), initial=_first_row(name, N)))
+    back = None if columns is None else columns.argsort()
+    written = (read_rows(path, place, start, stop) for start, stop in pairwise(stops))
+    return (
+        (source.checkpoint.read_rows(name, start, stop) for start, stop in parts),
+        (block if back is None else block[:, back] for block in written),
+    )
+
+
+def notes(source: PackedSource) -> list[str]:
+    """Sentences on readers that would take the file for something else."""
+    size = source.config.head_dim
+    if source.model_type == "qwen3" and size != QWEN3_HEAD:
+        return [
+            f"heads have {size} numbers, which llama.cpp reads; transformers passes over "
+            f"`attention.key_length` of a Qwen3 and expects {QWEN3_HEAD}"
+        ]
+    return []
 
 
 def dropped(source: PackedSource) -> Iterable[str]:

@@ -1,12 +1,13 @@
 """Sizes and tokenizer of a model as GGUF metadata, under the keys that llama.cpp looks up."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lowbit.convert.export.gguf import family
-from lowbit.convert.export.gguf_file import Value
+from lowbit.convert.export.gguf_file import DENSE, KIND_OF_BITS, GgmlType, Value
 from lowbit.convert.export.rope import gguf_keys
 from lowbit.convert.export.source import PackedSource
 from lowbit.formats.architectures.config import Experts
@@ -19,12 +20,14 @@ from lowbit.formats.text.template import load_chat_template
 from lowbit.formats.text.tokenizer import TOKENIZER_FILE, read_tokenizer
 from lowbit.formats.text.vocabulary import added_tokens
 
-FILE_TYPES = {4: 2, 8: 7}  # "mostly Q4_0", "mostly Q8_0"
+# llama.cpp's number of a file whose weights are mostly of one type.
+FILE_TYPES: Mapping[GgmlType, int] = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
 QUANTIZATION_VERSION = 2
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types
 # llama.cpp's name of each regular expression that splits text into words.
 SPLITS = {QWEN2: "qwen2", QWEN3_5: "qwen35", LLAMA3: "llama-bpe"}
 BYTE_LEVEL = "gpt-2"  # the split that a byte-level pre-tokenizer does by itself
+SINGLE_DIGITS = "smollm"  # the same after every digit became a word of its own
 
 
 def metadata(source: PackedSource, name: str) -> dict[str, Value]:
@@ -39,13 +42,12 @@ def metadata(source: PackedSource, name: str) -> dict[str, Value]:
     config = source.config
     names = family(source)
     arch = names.names[source.model_type]
-    bits = of_most_weights((linear.bits, linear.N * linear.K) for linear in source.linears)
     result: dict[str, Value] = {
         "general.architecture": arch,
         "general.type": "model",
         "general.name": name,
         "general.quantization_version": QUANTIZATION_VERSION,
-        "general.file_type": FILE_TYPES[bits or 4],
+        "general.file_type": FILE_TYPES[_most(source)],
         f"{arch}.block_count": config.num_hidden_layers + source.has_mtp,
         f"{arch}.context_length": config.max_position_embeddings,
         f"{arch}.embedding_length": config.hidden_size,
@@ -65,6 +67,15 @@ def metadata(source: PackedSource, name: str) -> dict[str, Value]:
     result |= names.metadata(config, source, arch)
     text = text_part(source.checkpoint.config)
     return result | tokenizer_metadata(source.checkpoint.folder, config.vocab_size, text)
+
+
+def _most(source: PackedSource) -> GgmlType:
+    """The type of most packed weights; of most weights where none is packed."""
+    packed = of_most_weights((linear.bits, linear.N * linear.K) for linear in source.linears)
+    if packed is not None:
+        return KIND_OF_BITS[packed]
+    dtype = of_most_weights((info.dtype, math.prod(info.shape)) for info in source.dense)
+    return "BF16" if dtype is None else DENSE[dtype]
 
 
 def _expert_keys(experts: Experts, arch: str) -> dict[str, Value]:
@@ -133,6 +144,9 @@ def pre_tokenizer(section: Any, path: Path) -> str:
     kinds = [part.get("type") for part in parts]
     if kinds == ["ByteLevel"] and parts[0].get("use_regex", True):
         return BYTE_LEVEL
+    apart = kinds == ["Digits", "ByteLevel"] and parts[0].get("individual_digits")
+    if apart and parts[1].get("use_regex", True):
+        return SINGLE_DIGITS
     if kinds == ["Split", "ByteLevel"] and not parts[1].get("use_regex", True):
         pattern = parts[0].get("pattern")
         name = SPLITS.get(str(pattern.get("Regex"))) if isinstance(pattern, dict) else None
@@ -140,7 +154,7 @@ def pre_tokenizer(section: Any, path: Path) -> str:
             return name
     raise FormatError(
         f"`{path}`: llama.cpp has no name for the pre-tokenizer {json.dumps(section)[:200]}",
-        hint=f"known: {', '.join([BYTE_LEVEL, *SPLITS.values()])}",
+        hint=f"known: {', '.join([BYTE_LEVEL, SINGLE_DIGITS, *SPLITS.values()])}",
     )
 
 

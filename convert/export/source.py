@@ -1,4 +1,4 @@
-"""The packed folder to export: its linears, its other tensors, and checks of its scales."""
+"""The folder to export: its packed linears, its other tensors, and checks of its scales."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class PackedSource:
-    """A packed folder whose linears have symmetric 4- or 8-bit codes."""
+    """A folder whose packed linears, if it has any, have symmetric 4- or 8-bit codes."""
 
     packed: PackedCheckpoint  # its checked headers
     config: Config  # the architecture's sizes
@@ -99,8 +99,11 @@ class PackedSource:
         return self.checkpoint.read_rows(f"{linear.module}.{SCALE}", start, stop)
 
 
-def open_source(folder: Path) -> PackedSource:
+def open_source(folder: Path, originals: bool = False) -> PackedSource:
     """Open a packed folder for export.
+
+    Args:
+        originals: take a folder in which nothing is packed, too.
 
     Raises:
         FormatError: nothing in it is packed, or a scheme is not symmetric INT4 or INT8.
@@ -118,9 +121,10 @@ def open_source(folder: Path) -> PackedSource:
         linear = Linear(spec.name, spec.module, N, K, scheme)
         _check_scheme(linear)
         linears.append(linear)
-    if not linears:
+    if not linears and not originals:
         raise FormatError(
-            f"`{folder}` holds no packed weight", hint="quantize it first: lowbit-convert SRC DIR"
+            f"`{folder}` holds no packed weight",
+            hint="quantize it first: lowbit-convert SRC DIR; GGUF takes an original, too",
         )
     config = packed.checkpoint.sizes
     return PackedSource(packed, config, tuple(linears), tuple(dense))

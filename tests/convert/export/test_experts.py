@@ -118,7 +118,8 @@ def test_gguf_of_a_hybrid_with_a_shared_expert(tmp_path: Path, hybrid: dict[str,
     assert compared == 5 * (3 + 3 + 2)
     assert types["blk.4.ffn_up_exps.weight"] == "BF16"
     assert types["blk.0.ffn_gate_inp_shexp.weight"] == "F32"
-    assert done.proof.copied == 1 + (2 + 3 + 3 * COUNT) + 2 + 1  # MTP, its head, the embedding
+    mtp = 1 + (2 + 3 + 3 * COUNT) + 2
+    assert done.proof.copied == 3 * 2 + mtp + 1  # in_proj_a and in_proj_b, MTP, the embedding
     assert keys_of(path, "architecture") == {"general.architecture": "qwen35moe"}
     assert keys_of(path, "expert_") == {
         "qwen35moe.expert_count": COUNT,

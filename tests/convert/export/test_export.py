@@ -124,6 +124,15 @@ def test_a_folder_without_packed_weights_is_refused(tmp_path: Path, tiny: Path) 
         export(tiny, tmp_path / "out", "mlx")
 
 
+def test_an_original_is_refused_with_the_container_that_takes_one(
+    tmp_path: Path, tiny: Path
+) -> None:
+    with pytest.raises(FormatError) as error:
+        export(tiny, tmp_path / "out", "gptq")
+    assert error.value.hint is not None
+    assert "GGUF takes an original" in error.value.hint
+
+
 @pytest.mark.parametrize("what", ["codes", "scales", "values", "rows", "copy"])
 def test_the_proof_finds_one_wrong_number(packed: Path, tmp_path: Path, what: str) -> None:
     export(packed, tmp_path / "out", "gptq")

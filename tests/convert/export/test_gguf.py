@@ -1,5 +1,6 @@
 """GGUF files as the `gguf` library reads them; the order of rows from the published formulas."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lowbit.convert.export.export import export
+from lowbit.convert.export.gguf import copies
+from lowbit.convert.export.gguf_file import GgufPlace
+from lowbit.convert.export.proof import prove
+from lowbit.convert.export.source import open_source
 from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.layout.scheme import Scheme
 from tests.convert.export.packed_folders import DENSE, int4_body, make_packed, mixed
@@ -216,6 +222,62 @@ def test_other_dense_models(tmp_path: Path, model_type: str) -> None:
         np.testing.assert_allclose(
             written["rope_freqs.weight"], (plain / scaled).numpy(), rtol=1e-5
         )
+
+
+def make_original(folder: Path, config: dict[str, Any]) -> Path:
+    """A BF16 checkpoint in which nothing is packed."""
+    made = make_packed(folder, config, lambda spec: None)
+    (made / "config.json").write_text(json.dumps(config))
+    return made
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_an_original_keeps_every_weight(tmp_path: Path, model_type: str) -> None:
+    config = {**DENSE, "model_type": model_type}
+    original = make_original(tmp_path / "original", config)
+    done = export(original, tmp_path / "out", "gguf")
+    path = tmp_path / "out" / "out.gguf"
+    written, types = tensors_of(path), types_of(path)
+    want = load_file(original / "model.safetensors")
+    for name, part, heads in (
+        ("token_embd", "embed_tokens", None),
+        ("blk.1.ffn_down", "layers.1.mlp.down_proj", None),
+        ("blk.1.attn_q", "layers.1.self_attn.q_proj", 4),
+    ):
+        weight = want[f"model.{part}.weight"].float().numpy()
+        if model_type == "llama" and heads:
+            weight = weight.reshape(heads, 2, 16, 64).swapaxes(1, 2).reshape(weight.shape)
+        np.testing.assert_array_equal(written[f"{name}.weight"], weight)
+        assert types[f"{name}.weight"] == "BF16"
+    assert keys_of(path)["general.file_type"] == 32
+    assert (done.proof.linears, done.proof.copied) == (0, 16)
+
+
+def test_head_size_that_transformers_misses_is_noted(tmp_path: Path) -> None:
+    """transformers gives every dense Qwen3 in a GGUF file heads of 128 numbers."""
+    small = make_original(tmp_path / "small", DENSE)
+    [note] = export(small, tmp_path / "a", "gguf").notes
+    assert "heads have 32 numbers" in note
+    usual = make_original(tmp_path / "usual", {**DENSE, "head_dim": 128})
+    assert export(usual, tmp_path / "b", "gguf").notes == ()
+
+
+def test_reordered_rows_are_proven(tmp_path: Path) -> None:
+    original = make_original(tmp_path / "original", {**DENSE, "model_type": "llama"})
+    export(original, tmp_path / "out", "gguf")
+    path = tmp_path / "out" / "out.gguf"
+    read = gguf.GGUFReader(path)
+    places = {
+        t.name: GgufPlace(t.tensor_type.name, tuple(int(n) for n in t.shape[::-1]), t.data_offset)
+        for t in read.tensors
+    }
+    source = open_source(original, originals=True)
+    prove(source, [], lambda linear: [], copies(source, path, places), lambda count: None)
+    with path.open("r+b") as file:
+        file.seek(places["blk.0.attn_k.weight"].offset)
+        file.write(b"\x01\x02")
+    with pytest.raises(FormatError, match=r"layers\.0\.self_attn\.k_proj.* other bytes"):
+        prove(source, [], lambda linear: [], copies(source, path, places), lambda count: None)
 
 
 def test_blocks_are_those_of_the_library(tmp_path: Path, pack_dense: Any) -> None:

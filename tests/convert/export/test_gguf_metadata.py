@@ -35,12 +35,23 @@ def split(pattern: str, behavior: str = "Isolated") -> dict[str, Any]:
     }
 
 
+def digits(individual: bool) -> dict[str, Any]:
+    return {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Digits", "individual_digits": individual},
+            {"type": "ByteLevel", "use_regex": True},
+        ],
+    }
+
+
 @pytest.mark.parametrize(
     ("section", "name"),
     [
         ({"type": "ByteLevel", "use_regex": True}, "gpt-2"),
         (split(MARKS), "qwen35"),
         (split(LLAMA), "llama-bpe"),
+        (digits(individual=True), "smollm"),
     ],
 )
 def test_known_pre_tokenizers(section: dict[str, Any], name: str) -> None:
@@ -53,6 +64,7 @@ def test_known_pre_tokenizers(section: dict[str, Any], name: str) -> None:
         None,
         {"type": "Whitespace"},
         {"type": "ByteLevel", "use_regex": False},
+        digits(individual=False),
         split(MARKS, "Removed"),
         split(MARKS.replace("'s", "'S")),
     ],
