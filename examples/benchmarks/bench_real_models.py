@@ -10,9 +10,13 @@ Peers are named PACKAGE:METHOD and need an environment of their own, from which 
     peers/bin/python examples/benchmarks/bench_real_models.py models/smollm2 --text code=stdlib \\
         --methods gptq llmcompressor:GPTQ --lowbit-convert .venv/bin/lowbit-convert
 
-Fewer bits, with the exceptions of a recipe or others, are lowbit's alone:
+Fewer bits, with the exceptions of a recipe or others, and bits chosen for a size, are lowbit's:
 
     ... --methods rtn gptq gptq+rotate --lm-head int8 --recipe int3 --bits '*.down_proj=4'
+    ... --methods gptq+rotate gptq+rotate@142.4MB
+
+llama.cpp has types of its own (llama.cpp:Q4_K_M), with the embedding and the head quantized, and
+gets an importance matrix from the same windows (peers_gguf.py). lowbit must be importable for it.
 
 Everyone gets the same calibration windows (of lowbit's bundled texts, unless --calib names another)
 and the same precisions: linears INT4, symmetric, in groups of 128, or 64 or 32 where that does not
@@ -50,11 +54,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers_logits import Figures, measure, read_reference
+from peers_logits import Figures, compare_itself, find_gguf, measure, read_reference
 from peers_quantize import cut
 from safetensors import safe_open
 
 PEER = Path(__file__).with_name("peers_quantize.py")
+PEER_GGUF = Path(__file__).with_name("peers_gguf.py")
+LLAMA_CPP = "llama.cpp"
 BUNDLED = Path(__file__).parents[2] / "convert" / "texts" / "data"
 CALIBRATION = (
     "simplewiki.txt",
@@ -68,6 +74,7 @@ PEERS = (
     "llmcompressor:GPTQ",
     "llmcompressor:AWQ",
     "auto-round:200 iterations",
+    *(f"llama.cpp:{kind}" for kind in ("Q4_0", "IQ4_NL", "IQ4_XS", "Q4_K_S", "Q4_K_M", "Q5_K_M")),
 )
 OURS = ("absmax", "rtn", "weighted", "gptq", "gptq+autoround")
 UNCALIBRATED = ("absmax", "rtn")
@@ -220,23 +227,21 @@ def bench(
         name: cut(folder, text, arguments.length, arguments.windows) for name, text in texts.items()
     }
     reference = read_reference(folder, windows, arguments.device)
-    original = Row("", "original, BF16", size_bytes=size(folder))
-    original.texts, original.linears = measure(reference, folder, folder)
+    original = Row("", "original, BF16", size_bytes=size(folder), linears=0)
+    original.texts = compare_itself(reference)
     yield original
     for method in arguments.methods:
         out = work / f"{folder.name}-{method.replace(':', '-').replace(' ', '-')}"
         package, colon, name = method.partition(":")
         if colon:
             row = Row(f"{package} {release(package)}", name)
-            command = [sys.executable, str(PEER), method, str(folder), str(out), str(calib)]
+            peer = PEER_GGUF if package == LLAMA_CPP else PEER
+            command = [sys.executable, str(peer), method, str(folder), str(out), str(calib)]
             command += [str(n) for n in (arguments.samples, arguments.length, group)]
         else:
             row = Row("lowbit", method)
             command = [arguments.lowbit_convert, str(folder), str(out), "--json"]
-            command += ["--recipe", arguments.recipe, "--lm-head", arguments.lm_head]
-            command += ["--method", method, "--group-size", str(group)]
-            command += [word for bits in arguments.bits for word in ("--bits", bits)]
-            command += ["--device", arguments.device]
+            command += [*ours(arguments, method, group), "--device", arguments.device]
             if method not in UNCALIBRATED:
                 command += ["--calib", str(calib), "--calib-samples", str(arguments.samples)]
                 command += ["--calib-length", str(arguments.length)]
@@ -248,6 +253,16 @@ def bench(
         if arguments.work is None:
             shutil.rmtree(out, ignore_errors=True)
         yield row
+
+
+def ours(arguments: argparse.Namespace, method: str, group: int) -> list[str]:
+    """Options of lowbit-convert for METHOD, or for METHOD@SIZE with bits chosen for a size."""
+    method, at, size = method.partition("@")
+    if at:
+        return ["--method", method, "--target-size", size]
+    options = ["--recipe", arguments.recipe, "--lm-head", arguments.lm_head]
+    options += ["--method", method, "--group-size", str(group)]
+    return options + [word for bits in arguments.bits for word in ("--bits", bits)]
 
 
 def run(row: Row, command: list[str], device: str) -> None:
@@ -302,14 +317,19 @@ def watch_gpu(row: Row, device: str) -> Iterator[None]:
 
 
 def size(folder: Path) -> int:
-    """Bytes of the weight files."""
+    """Bytes of the weight files; of a GGUF file less its header, which holds the tokenizer."""
+    gguf = find_gguf(folder)
+    if gguf is not None:
+        from gguf import GGUFReader
+
+        return sum(int(tensor.n_bytes) for tensor in GGUFReader(gguf).tensors)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def release(package: str) -> str:
     """Version of an installed package."""
     try:
-        return version(package)
+        return version("llama-cpp-python" if package == LLAMA_CPP else package)
     except PackageNotFoundError:
         return "(not installed)"
 

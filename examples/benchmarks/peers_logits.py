@@ -1,6 +1,7 @@
 """Logits of a converted folder against the original's: KL, perplexity and equal top tokens.
 
-The codes and scales, W = code * scale, are put into transformers' model; all is FP32 without TF32.
+The codes and scales, W = code * scale, or what a GGUF file's blocks stand for, are put into
+transformers' model; all is FP32 without TF32.
 """
 
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from real_models import read_weights
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -62,6 +64,15 @@ def measure(reference: Reference, source: Path, folder: Path) -> tuple[dict[str,
         for name, windows in reference.windows.items()
     }
     return figures, changed
+
+
+@torch.inference_mode()
+def compare_itself(reference: Reference) -> dict[str, Figures]:
+    """Figures of the original on every text, whose KL is 0; the layers do not run again."""
+    return {
+        name: compare(reference, name, hidden, reference.head)
+        for name, hidden in reference.hidden.items()
+    }
 
 
 def run_layers(model: Any, windows: Tensor) -> Tensor:
@@ -120,7 +131,8 @@ def load(source: Path, folder: Path, device: str) -> tuple[Any, int]:
         source, dtype=torch.float32, attn_implementation="eager"
     )
     model.eval().to(device)
-    weights = dequantized(folder, device)
+    gguf = find_gguf(folder)
+    weights = dequantized(folder, device) if gguf is None else dict(read_weights(model, gguf))
     if "lm_head.weight" in weights:  # a head that was the embedding may be packed, or rotated
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     changed = 0
@@ -132,6 +144,11 @@ def load(source: Path, folder: Path, device: str) -> tuple[Any, int]:
     if set(missing) - tied:
         sys.exit(f"{folder} lacks {', '.join(missing)}")
     return model, changed
+
+
+def find_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder, if it has one."""
+    return next(iter(folder.glob("*.gguf")), None)
 
 
 def dequantized(folder: Path, device: str) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,23 +189,37 @@ def fill(model: Any, gguf: Path) -> None:
 
     transformers' own loader would need accelerate and, in new versions, keeps the blocks packed.
     """
-    from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
+    parameters = dict(model.named_parameters())
+    for name, values in read_weights(model, gguf):
+        parameters[name].copy_(values)
+
+
+def read_weights(model: Any, gguf: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters of a model by name, in FP32 as llama.cpp computes them from a file's blocks."""
+    from gguf import GGUFReader
     from gguf.quants import dequantize
 
-    config = model.config
-    [arch] = (arch for arch, name in MODEL_ARCH_NAMES.items() if name == config.model_type)
-    names = get_tensor_name_map(arch, config.num_hidden_layers)
+    config, name_of = model.config, gguf_names(model.config)
     found = {tensor.name: tensor for tensor in GGUFReader(gguf).tensors}
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, parameter in model.named_parameters():  # a tied head is not among them
-        tensor = found.pop(str(names.get_name(name, (".weight", ".bias"))))
+        tensor = found.pop(name_of(name))
         values = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
         if config.model_type == "llama" and (count := heads.get(name.split(".")[-2])):
             # llama.cpp interleaves the halves of a rotated head
             values = values.view(count, -1, 2, values.shape[-1]).transpose(1, 2)
-        parameter.copy_(values.reshape(parameter.shape))
+        yield name, values.reshape(parameter.shape)
     if found:
         sys.exit(f"{gguf}: nothing in the model takes {', '.join(found)}")
+
+
+def gguf_names(config: Any) -> Callable[[str], str]:
+    """A function from a parameter's name in transformers to its name in GGUF."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    [arch] = (arch for arch, name in MODEL_ARCH_NAMES.items() if name == config.model_type)
+    names = get_tensor_name_map(arch, config.num_hidden_layers)
+    return lambda name: str(names.get_name(name, (".weight", ".bias")))
 
 
 def tokenizer(gguf: Path, config: Any) -> Any:

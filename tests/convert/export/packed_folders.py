@@ -124,6 +124,13 @@ def make_packed(
     return folder
 
 
+def make_original(folder: Path, config: dict[str, Any]) -> Path:
+    """A BF16 checkpoint in which nothing is packed."""
+    made = make_packed(folder, config, lambda spec: None)
+    (made / "config.json").write_text(json.dumps(config))
+    return made
+
+
 def _linear(spec: TensorSpec, scheme: Scheme, generator: torch.Generator) -> dict[str, Tensor]:
     """Codes over the whole range, scales of both signs."""
     N, K = spec.shape

@@ -1,6 +1,5 @@
 """GGUF files as the `gguf` library reads them; the order of rows from the published formulas."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,13 @@ from lowbit.convert.export.proof import prove
 from lowbit.convert.export.source import open_source
 from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.layout.scheme import Scheme
-from tests.convert.export.packed_folders import DENSE, int4_body, make_packed, mixed
+from tests.convert.export.packed_folders import (
+    DENSE,
+    int4_body,
+    make_original,
+    make_packed,
+    mixed,
+)
 from tests.oracle import dequantized_weights
 
 Array = np.ndarray[Any, Any]
@@ -222,13 +227,6 @@ def test_other_dense_models(tmp_path: Path, model_type: str) -> None:
         np.testing.assert_allclose(
             written["rope_freqs.weight"], (plain / scaled).numpy(), rtol=1e-5
         )
-
-
-def make_original(folder: Path, config: dict[str, Any]) -> Path:
-    """A BF16 checkpoint in which nothing is packed."""
-    made = make_packed(folder, config, lambda spec: None)
-    (made / "config.json").write_text(json.dumps(config))
-    return made
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
