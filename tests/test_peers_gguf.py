@@ -157,3 +157,20 @@ def test_options_of_a_method_and_of_one_with_a_size() -> None:
     ]
     chosen = bench.ours(arguments, "gptq+rotate@142MB", 64)
     assert chosen == ["--method", "gptq+rotate", "--target-size", "142MB"]
+
+
+def test_noise_stays_within_the_step_of_a_block() -> None:
+    """Rounding to the grid again gives the weights that the noise was added to."""
+    models = load_script("real_models")
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 16, (8, 64), generator=generator).float()
+    steps = torch.rand(8, 4, generator=generator).repeat_interleave(16, 1) + 0.1
+    low = torch.rand(8, 4, generator=generator).repeat_interleave(16, 1) - 1
+    values = codes * steps + low
+    moved = values + models.noise(values, generator)
+    assert torch.equal(((moved - low) / steps).round(), codes)
+    spread = (moved - values) / steps
+    assert spread.abs().max() <= 0.5 + 1e-4
+    assert abs(spread.square().mean() - 1 / 12) < 0.01
+    flat = torch.ones(2, 32)
+    assert models.noise(flat, generator).count_nonzero() == 0

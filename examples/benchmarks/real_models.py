@@ -15,8 +15,10 @@ At the end the script reads it back, has texts encoded and decoded again, and pr
 answer.
 
 Read figures made with them knowing this: the weights were dequantized from a grid of 4 to 8 bits
-(Q4_1; Q5_0, Q8_0; Q4_K, Q6_K) in blocks of 16 or 32. They are what everybody starts from, so that
-comparisons are fair, but weights on a grid flatter round-to-nearest a little.
+(Q4_1; Q5_0, Q8_0; Q4_K, Q6_K) in blocks of 16 or 32. They are what everybody starts from, but
+weights on a grid flatter round-to-nearest a little, and types that have that very grid a lot. With
+--off-grid every weight moves by up to half a step of its block, at random: an original that would
+have been rounded to the same file.
 """
 
 import argparse
@@ -35,6 +37,7 @@ from typing import Any
 import torch
 
 CHUNK = 1 << 20
+STEP_BLOCK = 16  # weights that share a step in every type of the table
 PROMPT = "What is the capital of France? Answer in one sentence."
 TEXTS = (
     "Hello world! 12345 tokens, naïve café, 日本語 and 🙂.\n\n",
@@ -96,6 +99,7 @@ def main() -> None:
     )
     parser.add_argument("name", choices=MODELS)
     parser.add_argument("out", type=Path, help="folder to write, must not exist")
+    parser.add_argument("--off-grid", action="store_true", help="undo the rounding, at random")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="begin here, without the index")
     parser.add_argument("--keep-gguf", type=Path, metavar="FOLDER", help="leave NAME.gguf here")
     arguments = parser.parse_args()
@@ -108,7 +112,7 @@ def main() -> None:
             gguf.parent.mkdir(parents=True, exist_ok=True)
             join(published, gguf)
         check(published, gguf)
-        convert(published, gguf, arguments.out)
+        convert(published, gguf, arguments.out, arguments.off_grid)
     prove(arguments.out)
 
 
@@ -163,7 +167,7 @@ def check(published: Published, gguf: Path) -> None:
         sys.exit(f"{gguf}: SHA-256 {found}, expected {published.sha256}")
 
 
-def convert(published: Published, gguf: Path, out: Path) -> None:
+def convert(published: Published, gguf: Path, out: Path, off_grid: bool) -> None:
     """Write the checkpoint: configuration and tokenizer by transformers, weights by gguf."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -173,7 +177,7 @@ def convert(published: Published, gguf: Path, out: Path) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.to_empty(device="cpu").tie_weights()
-    fill(model, gguf)
+    fill(model, gguf, off_grid)
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id,
         eos_token_id=config.eos_token_id,
@@ -184,14 +188,30 @@ def convert(published: Published, gguf: Path, out: Path) -> None:
 
 
 @torch.no_grad()
-def fill(model: Any, gguf: Path) -> None:
+def fill(model: Any, gguf: Path, off_grid: bool = False) -> None:
     """Dequantize every tensor in FP32 and round it to BF16, once.
 
     transformers' own loader would need accelerate and, in new versions, keeps the blocks packed.
     """
     parameters = dict(model.named_parameters())
+    generator = torch.Generator().manual_seed(0)
     for name, values in read_weights(model, gguf):
+        if off_grid and values.dim() == 2:
+            values = values + noise(values, generator)
         parameters[name].copy_(values)
+
+
+def noise(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Uniform noise of half a step to either side: [N, K].
+
+    The step of 16 values is the least distance of two that differ.
+    """
+    blocks = values.reshape(-1, STEP_BLOCK)
+    distances = blocks.sort().values.diff()
+    apart = distances > blocks.abs().amax(1, keepdim=True) * 1e-5  # FP32 has rounded them
+    steps = distances.where(apart, torch.inf).amin(1, keepdim=True)
+    steps = steps.where(steps.isfinite(), 0)
+    return (steps * (torch.rand(blocks.shape, generator=generator) - 0.5)).view_as(values)
 
 
 def read_weights(model: Any, gguf: Path) -> Iterator[tuple[str, torch.Tensor]]:
