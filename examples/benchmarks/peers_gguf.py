@@ -152,12 +152,12 @@ def importance_records(importance: Mapping[str, Tensor], record: type[ctypes.Str
 
     The array keeps the memory that it points to.
     """
-    made = (record * (len(importance) + 1))()
-    made.kept = []  # type: ignore[attr-defined]
-    pointer = dict(record._fields_)["data"]  # type: ignore[arg-type,misc]
+    made: Any = (record * (len(importance) + 1))()
+    made.kept = []
+    pointer: Any = {field[0]: field[1] for field in record._fields_}["data"]
     for place, (name, values) in zip(made, importance.items(), strict=False):
         values = values.to(torch.float32).contiguous()
-        made.kept.append(values)  # type: ignore[attr-defined]
+        made.kept.append(values)
         place.name = name.encode()
         place.data = ctypes.cast(values.data_ptr(), pointer)
         place.size = values.numel()
