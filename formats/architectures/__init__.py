@@ -75,6 +75,7 @@ WANTING: Mapping[str, str] = dict.fromkeys(
 DRAFTERS: Mapping[str, Architecture[Any]] = {
     dflash.CLASS: dflash.ARCHITECTURE,
     dspark.CLASS: dspark.ARCHITECTURE,
+    dspark.SPECFORGE: dspark.BY_SPECFORGE,
     xpress.CLASS: xpress.ARCHITECTURE,
     domino.CLASS: domino.ARCHITECTURE,
     dflash2.CLASS: dflash2.ARCHITECTURE,
@@ -82,7 +83,6 @@ DRAFTERS: Mapping[str, Architecture[Any]] = {
 }
 # Known classes of drafters without an implementation, and what they have beside DFlash's layers.
 OTHER_DRAFTERS: Mapping[str, str] = {
-    "DSparkDraftModel": "DSpark's head in the layouts of SpecForge and speculators",
     "Gemma4DSparkModel": "DSpark's head over layers of Gemma 4",
     "XPressDraftModel": "xPress' head in the layout of speculators",
 }

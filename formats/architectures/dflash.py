@@ -36,6 +36,7 @@ BLOCK = Field("block_size", least=2, most=256, default=16)
 WINDOW = Field("sliding_window", least=1, most=2**31)
 WINDOWED = Field("use_sliding_window", "flag", default=True)
 CAUSAL = Field("is_causal", "flag", default=None, nullable=True)
+CUT = "draft_vocab_size"  # of drafters whose head has fewer rows than the target's
 LAYOUT = "speculators_model_type"  # of every file of vllm-project/speculators
 KIND = "projector_type"  # of SpecForge, which trains other heads under similar configs
 DEPTH = Field("num_target_layers", least=1, most=MAX_LAYERS, default=None)
@@ -82,16 +83,16 @@ class DFlashConfig(DenseConfig):
         return cls(**read_parts(merged, CLASS, FEATURES))
 
 
-def merged_section(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of a `config.json`, those of its section in the place of the same ones beside it.
+def merged_section(config: Mapping[str, Any], name: str = SECTION) -> dict[str, Any]:
+    """Keys of a `config.json`, those of a section in the place of the same ones beside it.
 
     Raises:
         UnsupportedModelError: the section is no object.
     """
-    section = config.get(SECTION, {})
+    section = config.get(name, {})
     if not isinstance(section, dict):
         raise UnsupportedModelError(
-            f"config.json: `{SECTION}` must be an object, got {shown(section)}"
+            f"config.json: `{name}` must be an object, got {shown(section)}"
         )
     return {**config, **section}
 
@@ -142,6 +143,14 @@ def check_layers(config: Mapping[str, Any], kind: str) -> None:
         raise UnsupportedModelError(
             f"config.json: a {kind} in the layout of speculators (`{LAYOUT}`) is not implemented",
             hint="its tensors have other names, and its vocabulary may be cut",
+        )
+    drafted, whole = config.get(CUT), config.get("vocab_size")
+    if drafted is not None and drafted != whole:
+        raise UnsupportedModelError(
+            f"config.json: a {kind} with a vocabulary of its own (`{CUT}: {shown(drafted)}` beside "
+            f"`vocab_size: {shown(whole)}`) is not implemented",
+            hint="where the model has a draft head (lowbit-convert --draft-vocabulary), drafts of "
+            "any drafter are chosen from its rows",
         )
     if config.get("model_type") not in LAYERS:
         raise UnsupportedModelError(

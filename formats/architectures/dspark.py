@@ -4,13 +4,17 @@
 block is a draft, that of the last known token too. The logits of a draft get the row of the token
 before it in `markov_w1 @ markov_w2.T`. Without these two (`markov_rank` 0) it is DeepSpec's DFlash.
 
+`DSparkDraftModel` of SpecForge has the same tensors and the same outputs; keys of config.json stand
+in `dflash_config`, or in `dspark_config` and at the top (RadixArk, for Qwen3.8 27B). Its vocabulary
+may be cut, which is refused. Files in the layout of speculators have this class, too.
+
 The checkpoint also holds embedding and head of the target, which training leaves as they are, and a
 head that guesses how many drafts are accepted. They are not read: the target has its own, and what
 is accepted is counted.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowbit.formats.architectures import dense, dflash
@@ -22,6 +26,8 @@ from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.fields import Field, read_field, shown
 
 CLASS = "Qwen3DSparkModel"
+SPECFORGE = "DSparkDraftModel"
+SECTIONS = ("dflash_config", "dspark_config")  # their keys win over the same keys beside them
 BLOCK = Field("block_size", least=2, most=256)
 RANK = Field("markov_rank", least=0, most=2**13)
 KIND = "markov_head_type"
@@ -30,6 +36,7 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
     **dense.FEATURES,
     "is_causal": (None, False),
     "sample_from_anchor": (None, True),
+    dflash.KIND: (None, "dspark"),
 }
 CONFIDENCE = "guesses how many drafts are accepted: not used"
 
@@ -47,28 +54,41 @@ class DSparkConfig(DFlashConfig):
         Raises:
             UnsupportedModelError: see `read_config` of the package.
         """
-        check_layers(config, CLASS)
-        check_features(config, FEATURES)
-        values = dense.read_values(config)
-        layers = values["num_hidden_layers"]
-        return cls(
-            intermediate_size=read_field(config, INNER),
-            blocks=read_blocks(config, values["vocab_size"], BLOCK, first=0),
-            windows=(None,) * layers,
-            causal=(False,) * layers,
-            markov_rank=_rank(config),
-            **values,
-        )
+        return cls(**_read(config, CLASS, config.get(KIND)))
+
+    @classmethod
+    def from_specforge(cls, config: Mapping[str, Any]) -> "DSparkConfig":
+        """Read a `config.json` of SpecForge.
+
+        Raises:
+            UnsupportedModelError: see `read_config` of the package.
+        """
+        merged = config
+        for name in SECTIONS:
+            merged = dflash.merged_section(merged, name)
+        # SpecForge's own default
+        return cls(**_read(merged, SPECFORGE, merged.get(KIND, PLAIN)))
 
 
-def _rank(config: Mapping[str, Any]) -> int:
-    rank: int = read_field(config, RANK)
-    if rank and config.get(KIND) != PLAIN:
-        named = f"`{KIND}: {shown(config[KIND])}`" if KIND in config else f"no `{KIND}`"
+def _read(config: Mapping[str, Any], name: str, kind: object) -> dict[str, Any]:
+    """Read what a DSparkConfig holds, of a class and a kind of head."""
+    check_layers(config, name)
+    check_features(config, FEATURES)
+    values = dense.read_values(config)
+    layers, rank = values["num_hidden_layers"], read_field(config, RANK)
+    if rank and kind != PLAIN:
+        named = f"no `{KIND}`" if kind is None else f"`{KIND}: {shown(kind)}`"
         raise UnsupportedModelError(
-            f"config.json: a {CLASS} with {named} is not implemented", hint=f"implemented: {PLAIN}"
+            f"config.json: a {name} with {named} is not implemented", hint=f"implemented: {PLAIN}"
         )
-    return rank
+    return {
+        **values,
+        "intermediate_size": read_field(config, INNER),
+        "blocks": read_blocks(config, values["vocab_size"], BLOCK, first=0),
+        "windows": (None,) * layers,
+        "causal": (False,) * layers,
+        "markov_rank": rank,
+    }
 
 
 def tensor_table(config: DSparkConfig, prefix: str) -> list[TensorSpec]:
@@ -94,3 +114,4 @@ ARCHITECTURE = Architecture(
         "confidence_head.proj.bias": CONFIDENCE,
     },
 )
+BY_SPECFORGE = replace(ARCHITECTURE, read_config=DSparkConfig.from_specforge)

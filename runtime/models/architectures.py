@@ -62,6 +62,7 @@ BUILD: Mapping[str, Build] = {
 DRAFTER_BUILD: Mapping[str, DrafterBuild] = {
     "DFlashDraftModel": dflash.build,
     "Qwen3DSparkModel": dspark.build,
+    "DSparkDraftModel": dspark.build,
     "Qwen3XPressModel": xpress.build,
     "DominoDraftModel": domino.build,
     "DFlash2DraftModel": dflash2.build,

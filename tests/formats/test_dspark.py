@@ -18,7 +18,16 @@ from lowbit.formats.architectures.config import BlockDrafts
 from lowbit.formats.architectures.dspark import DSparkConfig
 from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.packed import open_packed
-from tests.drafters import CONFIG, DSPARK, shapes, write_drafter
+from tests.drafters import (
+    CONFIG,
+    DFLASH2,
+    DOMINO,
+    DSPARK,
+    LILICORR,
+    XPRESS,
+    shapes,
+    write_drafter,
+)
 
 # config.json of DeepSpec's training for Qwen3-8B: transformers 4 writes rope_theta at the top
 PUBLISHED: dict[str, Any] = {
@@ -88,6 +97,70 @@ def test_a_published_config_is_read() -> None:
     assert (kind_of(PUBLISHED), is_drafter(PUBLISHED)) == ("Qwen3DSparkModel", True)
     older = {key: value for key, value in PUBLISHED.items() if key != "rope_parameters"}
     assert read_config({**older, "rope_theta": 1000000, "rope_scaling": None}) == config
+
+
+# config.json of SpecForge's training for Qwen3-8B: all of the head in DFlash's section
+SPECFORGE: dict[str, Any] = {
+    **{
+        key: PUBLISHED[key] for key in PUBLISHED if not key.startswith(("markov", "enable", "conf"))
+    },
+    "architectures": ["DSparkDraftModel"],
+    "auto_map": {"AutoModel": "dspark.DSparkDraftModel"},
+    "dflash_config": {
+        "attention_mode": "gqa",
+        "confidence_head_alpha": 1.0,
+        "confidence_head_with_markov": True,
+        "enable_confidence_head": True,
+        "markov_head_type": "vanilla",
+        "markov_rank": 256,
+        "mask_token_id": 151669,
+        "projector_type": "dspark",
+        "target_layer_ids": [1, 9, 17, 25, 33],
+    },
+    "mask_token_id": None,
+    "target_layer_ids": None,
+}
+
+
+def test_a_config_of_specforge_is_read() -> None:
+    """As DeepSpec's of the same sizes: outputs of its blocks are as far on."""
+    assert read_config(SPECFORGE) == read_config(PUBLISHED)
+    assert (kind_of(SPECFORGE), is_drafter(SPECFORGE)) == ("DSparkDraftModel", True)
+    table = tensor_table(SPECFORGE)
+    assert table == tensor_table(PUBLISHED)
+    # RadixArk's keys for Qwen3.8-27B, of which most stand twice
+    section = {"markov_rank": 256, "mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}
+    kept = {name: SPECFORGE[name] for name in SPECFORGE if name != "dflash_config"}
+    assert read_config(kept | {"dspark_config": section}) == read_config(PUBLISHED)
+    assert read_config(kept | section) == read_config(PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"markov_head_type": "gated"}, 'DSparkDraftModel with `markov_head_type: "gated"` is not'),
+        ({"projector_type": "domino"}, '`projector_type: "domino"` is not implemented'),
+        ({"draft_vocab_size": 32000}, "vocabulary of its own .`draft_vocab_size: 32000` beside"),
+        ({"speculators_model_type": "dspark"}, "in the layout of speculators"),
+        ({"sample_from_anchor": False}, "`sample_from_anchor: false` is not implemented"),
+        ({"markov_rank": None}, "`markov_rank`"),
+    ],
+)
+def test_what_specforge_also_trains_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        read_config(SPECFORGE | {"dflash_config": SPECFORGE["dflash_config"] | changes})
+    with pytest.raises(UnsupportedModelError, match="`dspark_config` must be an object"):
+        read_config(SPECFORGE | {"dspark_config": 7})
+
+
+@pytest.mark.parametrize("base", [CONFIG, DSPARK, XPRESS, DOMINO, DFLASH2, LILICORR])
+def test_a_vocabulary_of_its_own_is_refused(base: dict[str, Any]) -> None:
+    """By name, of every class; one as large as the model's is no other."""
+    read_config(base | {"draft_vocab_size": base["vocab_size"]})
+    with pytest.raises(UnsupportedModelError, match="vocabulary of its own") as found:
+        read_config(base | {"draft_vocab_size": 500})
+    assert found.value.hint is not None
+    assert "--draft-vocabulary" in found.value.hint
 
 
 def test_the_bytes_of_published_drafters() -> None:
