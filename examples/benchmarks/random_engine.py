@@ -103,6 +103,7 @@ class RandomWeights:
     device: str = "cuda"
     activations: Activations = "exact"  # inputs of packed linears, heads aside
     schemes: Mapping[str, Scheme] = field(default_factory=dict)  # none are named: all have the same
+    head_rows: int = 0  # of a drafter's heads; 0 for all
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Small numbers of either sign; a decay rate is not negative."""
@@ -121,6 +122,7 @@ class RandomWeights:
         """One linear over the rows of several modules."""
         shapes = [self.shapes[f"{module}.weight"] for module in modules]
         N, K = sum(rows for rows, _ in shapes), shapes[0][1]
+        N = self.head_rows if head and self.head_rows else N
         if modules[0].endswith(DENSE):
             return DenseLinear(0.02 * torch.randn(N, K, device=self.device).bfloat16())
         return self.packed(bits_of(modules[0], self.bits), N, K, paired, head)
@@ -319,7 +321,7 @@ def add_drafter(
     runner = engine.runner
     config = read_config(raw)
     shapes = {spec.name: spec.shape for spec in tensor_table(raw)}
-    weights: Any = RandomWeights(shapes, bits, device)
+    weights: Any = RandomWeights(shapes, bits, device, head_rows=draft_rows)
     drafter: Any = DRAFTER_BUILD[kind_of(raw)](config, weights, ops, runner.context)
     pages = kv_pages(config, runner.state.pages.count, BF16_CACHE, device)
     rows: Any = None

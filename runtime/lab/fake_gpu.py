@@ -48,6 +48,7 @@ from lowbit.runtime.models.loader import (
     open_model,
     with_activations,
     with_drafter,
+    with_head_rows,
 )
 from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.sampling_params import SamplingParams, sampling_defaults
@@ -177,9 +178,12 @@ def meta_blocks(opened: OpenedModel, options: LoadOptions, runner: Runner) -> Bl
     own = opened.drafter
     if own is None:
         raise ValueError("the model was opened without a drafter")
-    weights = MetaWeights(
-        *(own.checkpoint, own.schemes, "meta", DTYPE, cuda.prepare, cuda.gathered),
-        activations=own.activations,
+    weights = with_head_rows(
+        MetaWeights(
+            *(own.checkpoint, own.schemes, "meta", DTYPE, cuda.prepare, cuda.gathered),
+            activations=own.activations,
+        ),
+        opened.draft,
     )
     kind = INT8_CACHE if options.kv_cache == INT8_CACHE.name else plain_cache(DTYPE)
     pages = kv_pages(own.config, runner.state.pages.count, kind, "meta")

@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lowbit.runtime.backends.ops import DraftOps
 from lowbit.runtime.models.draft_output import DraftOutput
@@ -41,17 +42,34 @@ class Choice(Generic[W]):
         return self.positions.shape[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits by hidden states [B, n, h] before the norm: [B, n, V] float32."""
+        """Logits by hidden states [B, n, h] before the norm: [B, n, N] float32.
+
+        N is V, or the number of rows that drafts are chosen from; heads that add to logits have
+        read the same rows (`Weights.head_rows`).
+        """
         flat = hidden.flatten(0, 1).contiguous()
         # For more tokens a GPU would widen the whole head in memory.
         parts = [self.output.logits(part) for part in torch.split(flat, PACKED_TOKENS)]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return logits.view(*hidden.shape[:2], -1)[..., : self.output.vocabulary]
+        return logits.view(*hidden.shape[:2], -1)[..., : self.output.candidates]
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Hidden states after the norm: [B, n, h] to [B * n, h]."""
         flat = hidden.flatten(0, 1).contiguous()
         return self.ops.rms_norm(flat, self.output.norm, self.output.eps)
+
+    def candidates(self, logits: Tensor, count: int) -> "Candidates":
+        """The C = `count` likeliest real tokens of each place by logits [B, k, N].
+
+        Where N is smaller, the rest has logits of -inf and is never chosen.
+        """
+        # rows of a draft head are real tokens; a head over all of them may have more columns
+        some = logits if self.output.rows is not None else logits[..., : self.sampler.vocabulary]
+        last = some.shape[-1] - 1
+        some = pad(some, (0, max(0, count - 1 - last)), value=-torch.inf)
+        values, columns = some.topk(count, dim=-1)
+        ids = self.output.ids_of(columns.clamp(max=last).flatten()).view(columns.shape)
+        return Candidates(values, columns, ids)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings of tokens in the target: [M] to [M, h]."""
@@ -62,7 +80,7 @@ class Choice(Generic[W]):
         return Turns(self, self.rows.contiguous(), self.positions.T.contiguous())
 
     def choose(self, logits: Tensor) -> Tensor:
-        """Choose all drafts by logits [B, k, V]: [B, k] int64. Once for each round."""
+        """Choose all drafts by logits [B, k, N]: [B, k] int64. Once for each round."""
         if not self.sampler.shape.adjusted:
             return self.guess(logits)
         turns = self.in_turn()  # a row whose tokens are counted stands in a choice once
@@ -70,18 +88,18 @@ class Choice(Generic[W]):
         return torch.stack(chosen, dim=1)
 
     def guess(self, logits: Tensor) -> Tensor:
-        """Guess all drafts by logits [B, k, V] that better ones follow: [B, k] int64.
+        """Guess all drafts by logits [B, k, N] that better ones follow: [B, k] int64.
 
         As they are chosen, but the likeliest tokens where tokens are counted.
         """
-        if self.sampler.shape.adjusted:
-            return logits.argmax(dim=-1)
         B, k = logits.shape[:2]
+        if self.sampler.shape.adjusted:
+            return self.output.ids_of(logits.argmax(dim=-1).flatten()).view(B, k)
         rows = self.rows[:, None].expand(-1, k).flatten().contiguous()
         positions = self.positions.flatten().clone()  # moved on by choosing
         drafts = torch.empty(B * k, dtype=torch.int64, device=logits.device)
         some = logits.flatten(0, 1)
-        self.ops.choose(some, self.sampler, rows, positions, drafts, self.ring)
+        self.output.choose_by(some, self.sampler, rows, positions, drafts, self.ring)
         return drafts.view(B, k)
 
 
@@ -94,25 +112,27 @@ class Turns(Generic[W]):
     positions: Tensor  # [k, B] int32, moved on by choosing
 
     def choose(self, place: int, logits: Tensor) -> Tensor:
-        """Choose the drafts at a place by logits [B, V]: [B] int64. Once for each place."""
+        """Choose the drafts at a place by logits [B, N]: [B] int64. Once for each place."""
         token = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         choice = self.choice
         at = self.rows, self.positions[place]
-        choice.ops.choose(logits.contiguous(), choice.sampler, *at, token, choice.ring)
+        choice.output.choose_by(logits.contiguous(), choice.sampler, *at, token, choice.ring)
         return token
 
-    def choose_among(self, place: int, ids: Tensor, scores: Tensor) -> Tensor:
-        """Choose the drafts at a place among candidates [B, C] by their scores: [B] int64."""
-        shape = len(ids), self.choice.output.vocabulary
-        logits = torch.full(shape, -torch.inf, device=ids.device)
-        return self.choose(place, logits.scatter_(1, ids, scores))
+    def choose_among(self, place: int, columns: Tensor, scores: Tensor) -> Tensor:
+        """Choose the drafts at a place among columns [B, C] of logits by scores: [B] int64."""
+        shape = len(columns), max(self.choice.output.candidates, columns.shape[1])
+        logits = torch.full(shape, -torch.inf, device=columns.device)
+        return self.choose(place, logits.scatter_(1, columns, scores))
 
 
-def candidates_of(logits: Tensor, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Logits and ids of the likeliest real tokens of each place: [B, k, C] both, the best first."""
-    some = logits[..., :vocabulary]
-    values, ids = some.topk(min(count, some.shape[-1]), dim=-1)
-    return values, ids
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The likeliest tokens of each place, the best first."""
+
+    logits: Tensor  # [B, k, C]
+    columns: Tensor  # [B, k, C] int64, of logits
+    ids: Tensor  # [B, k, C] int64
 
 
 class BlockHead(Protocol):

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowbit.formats.architectures.dflash2 import HEAD, DFlash2Config
 from lowbit.runtime.backends.ops import DraftOps
 from lowbit.runtime.models import dflash
-from lowbit.runtime.models.block_head import Choice, candidates_of
+from lowbit.runtime.models.block_head import Candidates, Choice
 from lowbit.runtime.models.dflash import DFlash
 from lowbit.runtime.weights.weights import Weights
 
@@ -37,26 +37,24 @@ class Selector(Generic[W]):
     def draft(self, hidden: Tensor, choice: Choice[W]) -> Tensor:
         """See `BlockHead.draft`; the first output of a block is no draft."""
         ops, own = self.ops, hidden[:, 1 : 1 + choice.drafts]
-        unary, ids = self.likeliest(choice.logits(own), choice.sampler.vocabulary)
+        found = choice.candidates(choice.logits(own), self.candidates)
+        unary = self.unary(found)
         weights = ops.product(choice.normed(own), self.projection, logits=True)
         weights = weights.view(*own.shape[:2], -1)  # [B, k, r]
-        behind = ops.embed(ids.flatten(), self.behind).view(*ids.shape, -1)  # [B, k, C, r]
+        behind = ops.embed(found.ids.flatten(), self.behind)
+        behind = behind.view(*found.ids.shape, -1)  # [B, k, C, r]
         token, turns, drafts = choice.last, choice.in_turn(), []
         for place in range(choice.drafts):
             edges = ops.embed(token, self.before) * weights[:, place]
             weighed = unary[:, place] + (edges[:, None] * behind[:, place]).sum(dim=-1)
-            token = turns.choose_among(place, ids[:, place], weighed)
+            token = turns.choose_among(place, found.columns[:, place], weighed)
             drafts.append(token)
         return torch.stack(drafts, dim=1)
 
-    def likeliest(self, logits: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-        """Logits and ids of the candidates of each place, [B, k, C] both."""
-        unary, ids = candidates_of(logits, self.candidates, vocabulary)
-        there = unary > -torch.inf  # fewer tokens than candidates may be drafts
-        unary = unary * self.multiplier
-        if self.cap is not None:
-            unary = (unary / self.cap).tanh() * self.cap
-        return unary.where(there, -torch.inf), ids
+    def unary(self, found: Candidates) -> Tensor:
+        """Logits of the candidates of each place, [B, k, C]."""
+        unary = found.logits * self.multiplier
+        return unary if self.cap is None else (unary / self.cap).tanh() * self.cap
 
 
 def build(config: DFlash2Config, weights: Weights[W], ops: DraftOps[W], context: int) -> DFlash[W]:

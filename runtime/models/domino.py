@@ -37,7 +37,7 @@ class Recurrent(Generic[W]):
     of_state: W  # [3 * s, s]
     inner_hidden: W  # [e, h]
     inner_state: W  # [e, s]
-    output: W  # [V, e]
+    output: W  # [N, e], see `Choice.logits`
 
     def draft(self, hidden: Tensor, choice: Choice[W]) -> Tensor:
         """See `BlockHead.draft`."""
@@ -69,7 +69,7 @@ class Recurrent(Generic[W]):
         return torch.addcmul(n, z, state - n).to(embedded.dtype)
 
     def bias(self, inner: Tensor, state: Tensor) -> Tensor:
-        """Bias of the logits: [B, V or more] float32.
+        """Bias of the logits: [B, N or more] float32.
 
         Args:
             inner: [B, e] float32, part of a hidden state.

@@ -31,7 +31,7 @@ class DraftOutput(Generic[W]):
     norm: Tensor  # [h] gain of the final norm
     eps: float  # of the norm
     head: W  # [V, h], of the target
-    vocabulary: int  # V
+    vocabulary: int  # V of the target
     rows: DraftRows[W] | None = None  # that drafts are chosen from; None for all
 
     def choose(
@@ -53,26 +53,53 @@ class DraftOutput(Generic[W]):
             token: [B] int64, written.
             ring: for what `choose` leaves to the host.
         """
+        self.choose_by(self.logits(hidden), sampler, rows, positions, token, ring)
+
+    def choose_by(
+        self,
+        logits: Tensor,
+        sampler: SamplerRows,
+        rows: Tensor,
+        positions: Tensor,
+        token: Tensor,
+        ring: Tensor,
+    ) -> None:
+        """Choose a draft by each row of logits [B, N or more]; see `choose` and `logits`."""
         ops = self.ops
-        if self.rows is None or sampler.shape.adjusted:  # these look at each token of the model
-            ops.choose(self.logits(hidden), sampler, rows, positions, token, ring)
+        if self.rows is None:
+            ops.choose(logits, sampler, rows, positions, token, ring)
             return
-        some, ids = self._product(hidden, self.rows.head), self.rows.ids
+        if sampler.shape.adjusted:  # which looks at each token of the model
+            ops.choose(self._spread(logits), sampler, rows, positions, token, ring)
+            return
         # ids ascend, so that of equal logits the lower token is chosen
-        ops.choose(some, replace(sampler, vocabulary=len(ids)), rows, positions, token, ring)
-        token.copy_(ops.embed(token, ids[:, None])[:, 0])
+        own = replace(sampler, vocabulary=self.candidates)
+        ops.choose(logits, own, rows, positions, token, ring)
+        token.copy_(self.ids_of(token))
+
+    @property
+    def candidates(self) -> int:
+        """N, tokens that drafts are chosen from."""
+        return self.vocabulary if self.rows is None else len(self.rows.ids)
+
+    def ids_of(self, columns: Tensor) -> Tensor:
+        """Tokens of columns [M] of logits: [M]."""
+        if self.rows is None:
+            return columns
+        return self.ops.embed(columns, self.rows.ids[:, None])[:, 0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head: [M, h] to [M, V] float32; tokens that are no drafts get -inf."""
-        if self.rows is None:
-            return self._product(hidden, self.head)
-        some = self._product(hidden, self.rows.head)
-        shape = len(hidden), self.vocabulary
-        logits = torch.full(shape, -torch.inf, dtype=some.dtype, device=some.device)
-        return logits.index_copy_(1, self.rows.ids, some)
-
-    def _product(self, hidden: Tensor, head: W) -> Tensor:
+        """Final norm and head: [M, h] to [M, N or more] float32, a column for each candidate."""
+        head = self.head if self.rows is None else self.rows.head
         return self.ops.product(hidden, head, norm=self.norm, eps=self.eps, logits=True)
+
+    def _spread(self, logits: Tensor) -> Tensor:
+        """Logits of all tokens, [M, V]; those that are no candidates get -inf."""
+        if self.rows is None:
+            return logits
+        shape = len(logits), self.vocabulary
+        wide = torch.full(shape, -torch.inf, dtype=logits.dtype, device=logits.device)
+        return wide.index_copy_(1, self.rows.ids, logits[:, : self.candidates])
 
 
 def draft_rows(draft: DraftHead | None, weights: Weights[W]) -> DraftRows[W] | None:

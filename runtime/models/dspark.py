@@ -22,10 +22,10 @@ class Markov(Generic[W]):
 
     ops: DraftOps[W]
     embedding: Tensor  # [V, r]
-    output: W  # [V, r]
+    output: W  # [N, r], see `Choice.logits`
 
     def bias(self, ids: Tensor) -> Tensor:
-        """Bias of the logits behind tokens [M]: [M, V or more] float32."""
+        """Bias of the logits behind tokens [M]: [M, N or more] float32."""
         return self.ops.product(self.ops.embed(ids, self.embedding), self.output, logits=True)
 
     def draft(self, hidden: Tensor, choice: Choice[W]) -> Tensor:

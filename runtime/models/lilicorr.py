@@ -25,12 +25,12 @@ from torch.nn import functional
 from lowbit.formats.architectures.lilicorr import HEAD, LiLiCorrConfig
 from lowbit.runtime.backends.ops import DraftOps
 from lowbit.runtime.models import dflash
-from lowbit.runtime.models.block_head import Choice, candidates_of
+from lowbit.runtime.models.block_head import Choice
 from lowbit.runtime.models.dflash import DFlash
 from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
-LEAST_LOG = -100.0  # log-probability of a token that is no draft: features stay finite
+LEAST_LOG = -100.0  # log-probability of a candidate that is no token: features stay finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +101,13 @@ class Lattice(Generic[W]):
         """See `BlockHead.draft`; the first output of a block is no draft."""
         own = hidden[:, 1:]  # all places, since a candidate sees those of all
         logits = choice.logits(own)
-        values, ids = candidates_of(logits, self.config.candidates, choice.sampler.vocabulary)
-        there = values > -torch.inf
-        logs = (values - logits.logsumexp(dim=-1, keepdim=True)).clamp(min=LEAST_LOG)
+        found = choice.candidates(logits, self.config.candidates)
+        ids = found.ids
+        logs = (found.logits - logits.logsumexp(dim=-1, keepdim=True)).clamp(min=LEAST_LOG)
         first, pairs = self.scores(ids, logs, choice.normed(own), choice)
         turns, drafts, scores = choice.in_turn(), [], first
         for place in range(choice.drafts):
-            kept = scores.where(there[:, place], -torch.inf)
-            token = turns.choose_among(place, ids[:, place], kept)
+            token = turns.choose_among(place, found.columns[:, place], scores)
             drafts.append(token)
             if place + 1 < choice.drafts:
                 at = (ids[:, place] == token[:, None]).int().argmax(dim=1)

@@ -74,6 +74,7 @@ class OpenedModel:
     drafter: "OpenedModel | None" = None  # its drafter; None without one; it excludes the head
     activations: Activations = "exact"  # inputs of its packed linears, heads aside
     share: Share = ALONE  # the rank that it is the shard of, see `shards`
+    head_rows: int | None = None  # rows that are kept of a drafter's heads; None for all
 
     def weight_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory the weights will take on `cpu` or `cuda`."""
@@ -123,6 +124,9 @@ class OpenedModel:
             wide = spec.role in architecture_of(self.checkpoint.config).float32_roles
             return torch.Size(spec.shape).numel() * (4 if wide else dtype.itemsize)
         N, K = spec.shape
+        share = 1.0
+        if spec.role == "head" and self.head_rows is not None:
+            N, share = self.head_rows, self.head_rows / N
         stored = self.schemes[spec.module]
         if stored is None:
             # Partial sums are FP32, and so are dense weights on a CPU that they come from.
@@ -133,7 +137,7 @@ class OpenedModel:
             exact = spec.role == "head"
             activations = "exact" if exact else self.activations
             return prepared_bytes(N, K, scheme, scale.dtype, dtype, activations)
-        return N * K * scheme.bits // 8 + scale.nbytes
+        return N * K * scheme.bits // 8 + round(share * scale.nbytes)
 
 
 def open_model(
@@ -211,7 +215,10 @@ def with_drafter(opened: OpenedModel, folder: Path) -> OpenedModel:
     """
     checkpoint = opened.checkpoint
     draft = open_draft_head(checkpoint.folder, checkpoint.config)
-    return replace(opened, drafter=open_drafter(folder, opened), draft=draft)
+    drafter = open_drafter(folder, opened)
+    if draft is not None:
+        drafter = replace(drafter, head_rows=len(draft.ids))
+    return replace(opened, drafter=drafter, draft=draft)
 
 
 def open_drafter(folder: Path, target: OpenedModel) -> OpenedModel:
@@ -345,18 +352,25 @@ def load_drafter(
         raise ValueError(f"`{opened.checkpoint.folder}` was opened without a drafter")
     build, config = DRAFTER_BUILD[kind_of(own.checkpoint.config)], own.config
     if device == "cpu":
-        to_cpu = _cpu_weights(own, dtype)
+        to_cpu = with_head_rows(_cpu_weights(own, dtype), opened.draft)
         on_cpu = build(config, to_cpu, cpu, context), draft_rows(opened.draft, to_cpu)
         to_cpu.check_finite()
         return on_cpu
     from lowbit.runtime.backends import cuda  # needs triton and a GPU
 
     cuda.check_attention(config.head_dim, config.rotary_dim)
-    to_cuda = _cuda_weights(own, device, dtype, launches)
+    to_cuda = with_head_rows(_cuda_weights(own, device, dtype, launches), opened.draft)
     on_cuda = build(config, to_cuda, cuda, context), draft_rows(opened.draft, to_cuda)
     to_cuda.check_finite()
     torch.cuda.empty_cache()  # buffers of rows on their way to tiles
     return on_cuda
+
+
+def with_head_rows(weights: Weights[W], draft: DraftHead | None) -> Weights[W]:
+    """Weights of a drafter, whose heads keep the rows of a model's draft head."""
+    if draft is None:
+        return weights
+    return replace(weights, head_rows=draft.ids.long().to(weights.device))
 
 
 def _cuda_weights(

@@ -42,7 +42,7 @@ class Refiner(Generic[W]):
     of_token: W  # [r, r], columns of `in_proj` for it
     mix: Tensor  # [b, b, r] float32, of a place and those up to it: L, and one more of itself
     mlp: MlpWeights[W]  # [2 * m, r] and [r, m]
-    output: W  # [V, r]
+    output: W  # [N, r], see `Choice.logits`
 
     def draft(self, hidden: Tensor, choice: Choice[W]) -> Tensor:
         """See `BlockHead.draft`; the first output of a block is no draft."""
@@ -68,7 +68,7 @@ class Refiner(Generic[W]):
         return ops.product(both, self.of_hidden, logits=True).view(B, places, -1)
 
     def bias(self, before: Tensor, shared: Tensor) -> Tensor:
-        """Bias of the logits of all drafts: [B, k, V or more] float32.
+        """Bias of the logits of all drafts: [B, k, N or more] float32.
 
         Args:
             before: [B, 1 + k] int64, the token before each place.

@@ -69,6 +69,7 @@ class Weights(Generic[W]):
     activations: Activations = "exact"  # inputs of packed linears, other than heads
     # what a model keeps of the linear of a module, or of several from a first one on
     formed: Callable[[str, W], W] = as_made
+    head_rows: Tensor | None = None  # [N] int64, rows of heads that are kept; None for all
     # least and largest value of every dense tensor read so far, on its device
     extremes: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _staging: list["_PinnedBlock"] = field(default_factory=list)
@@ -102,21 +103,24 @@ class Weights(Generic[W]):
 
         paired: the rows of the first half of the modules, gates, meet those of the others, ups, one
             by one.
-        head: its outputs are logits, so that its inputs stay exact.
+        head: its outputs are logits, so that its inputs stay exact; see `head_rows`.
         """
-        scheme = self.schemes.get(modules[0])
+        scheme, kept = self.schemes.get(modules[0]), self.head_rows if head else None
         if scheme is None:
-            dense = DenseLinear(self.dense_rows(modules))
+            rows = self.dense_rows(modules)
+            dense = DenseLinear(rows if kept is None else rows[kept])
             return self.formed(modules[0], self.prepare(dense, paired, "exact"))
         if scheme.symmetric:
             codes = self._stacked([f"{module}.{PACKED}" for module in modules], torch.int32)
         else:
             codes = self._widened(modules, scheme)
-        scales = [self._scales(module) for module in modules]
+        scales = torch.cat([self._scales(module) for module in modules]).to(self.device)
+        if kept is not None:
+            codes, scales = codes[kept], scales[kept]
         bits = served(scheme).bits
         packed = PackedLinear(
             codes=codes,
-            scales=torch.cat(scales).to(self.device),
+            scales=scales,
             bits=bits,
             group_size=scheme.group_size or codes.shape[1] * WORD_BITS // bits,
         )

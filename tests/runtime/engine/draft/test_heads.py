@@ -20,7 +20,7 @@ from lowbit.runtime.engine.draft.block import Blocks
 from lowbit.runtime.engine.memory import Account
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.models.block_head import Choice
-from lowbit.runtime.models.draft_output import DraftOutput
+from lowbit.runtime.models.draft_output import DraftOutput, DraftRows
 from lowbit.runtime.models.loader import load_drafter, open_model, with_drafter
 from lowbit.runtime.state.device_state import CacheSize, kv_pages
 from lowbit.runtime.state.host_rings import new_ring
@@ -31,6 +31,7 @@ from tests.conversions import convert
 from tests.drafters import (
     DFLASH2,
     DOMINO,
+    DSPARK,
     LILICORR,
     XPRESS,
     context_by_torch,
@@ -41,6 +42,8 @@ from tests.drafters import (
 from tests.heads import DRAFTS, Block
 from tests.oracle import dequantized_weights
 from tests.runtime.engine.draft.test_dspark import (
+    HOT,
+    STRICT,
     TARGET,
     always_drafting,
     load,
@@ -269,6 +272,81 @@ def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
     found = {id for _, drafts in made for id in drafts}
     assert len(found) > 5
     assert found <= {*blocks.rows.ids.tolist()}
+
+
+class Spread(DraftOutput[Any]):
+    """Chooses among all tokens, of which those without a row have logits of -inf."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        ids, head = self.head
+        wide = torch.full((len(hidden), self.vocabulary), -torch.inf)
+        product = self.ops.product(hidden, head, norm=self.norm, eps=self.eps, logits=True)
+        return wide.index_copy_(1, ids, product)
+
+
+def choice_of(output: Any, drafter: Any, params: lowbit.SamplingParams) -> Any:
+    """The `Choice` of all drafts of two blocks."""
+    generator = torch.Generator().manual_seed(3)
+    embedding, context = (torch.randn(n, 256, generator=generator) for n in (4096, 2))
+    sampler, k = new_sampler_rows(3, 4096, "cpu"), drafter.blocks.drafts
+    for row in (1, 2):
+        sampler.configure_row(row, replace(params, seed=row), (7, 9))
+    places = torch.arange(45, 45 + k, dtype=torch.int32).expand(2, -1)
+    on = torch.tensor([1, 2], dtype=torch.int32), places, torch.tensor(LAST)
+    return Choice(cpu, output, embedding, sampler, *on, new_ring(3, False), context)
+
+
+@pytest.mark.parametrize("kind", [*BASES, "dspark"])
+@pytest.mark.parametrize("params", [GREEDY, HOT, STRICT], ids=["greedy", "drawn", "penalized"])
+def test_a_head_that_keeps_rows_drafts_as_a_whole_one(
+    tmp_path: Path, kind: str, params: lowbit.SamplingParams, with_rows: Path
+) -> None:
+    """Its linear over the vocabulary has the rows of the draft head alone."""
+    write_drafter(tmp_path, base=(BASES | {"dspark": DSPARK})[kind])
+    opened = with_drafter(open_model(with_rows), tmp_path)
+    drafter, rows = load_drafter(opened, "cpu", torch.float32, 64)
+    assert opened.drafter is not None
+    assert rows is not None
+    uncut = replace(opened, draft=None, drafter=replace(opened.drafter, head_rows=None))
+    whole, _ = load_drafter(uncut, "cpu", torch.float32, 64)
+    head, over_all = drafter.head, whole.head
+    assert head is not None
+    assert over_all is not None
+    for each, count in ((head, 500), (over_all, 4096)):
+        if (linear := getattr(each, "output", None)) is not None:
+            assert cpu.product(torch.zeros(1, linear.K), linear).shape == (1, count)
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(2, drafter.blocks.size, 256, generator=generator)
+    output: Any = DraftOutput(cpu, drafter.norm, 1e-6, None, 4096, rows)  # type: ignore[arg-type]
+    spread = Spread(cpu, drafter.norm, 1e-6, (rows.ids, rows.head), 4096)
+    found = head.draft(hidden, choice_of(output, drafter, params))
+    assert torch.equal(found, over_all.draft(hidden, choice_of(spread, drafter, params)))
+    assert torch.isin(found, rows.ids).all()
+
+
+@pytest.mark.parametrize("kind", ["lilicorr", "dflash2"])
+def test_fewer_rows_than_a_head_has_candidates(tmp_path: Path, kind: str, with_rows: Path) -> None:
+    write_drafter(tmp_path, base=BASES[kind])
+    opened = with_drafter(open_model(with_rows), tmp_path)
+    drafter, rows = load_drafter(opened, "cpu", torch.float32, 64)
+    assert drafter.head is not None
+    assert rows is not None
+    few: Any = DraftRows(rows.ids[-5:], DenseLinear(torch.randn(5, 256)))
+    output: Any = DraftOutput(cpu, drafter.norm, 1e-6, None, 4096, few)  # type: ignore[arg-type]
+    for params in (GREEDY, HOT, STRICT):
+        hidden = torch.randn(2, drafter.blocks.size, 256)
+        found = drafter.head.draft(hidden, choice_of(output, drafter, params))
+        assert torch.isin(found, few.ids).all()
+
+
+def test_rows_that_a_head_leaves_out_take_no_memory(tmp_path: Path, with_rows: Path) -> None:
+    write_drafter(tmp_path, base=XPRESS)
+    sizes = []
+    for folder in (TARGET, with_rows):
+        drafter = with_drafter(open_model(folder), tmp_path).drafter
+        assert drafter is not None
+        sizes.append(drafter.weight_bytes("cpu", torch.float32))
+    assert sizes[0] - sizes[1] == 4 * (4096 - 500) * XPRESS["xpress_rank"]
 
 
 def test_a_kept_context_takes_memory(tmp_path: Path) -> None:
