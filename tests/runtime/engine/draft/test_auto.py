@@ -3,11 +3,14 @@
 import time
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import lowbit.runtime as lowbit
+from lowbit.runtime.engine.draft.block import BlockRounds
 from lowbit.runtime.engine.draft.mtp import PROBE_BEHIND, MtpCache, MtpRounds, new_mtp_rounds
 from lowbit.runtime.engine.draft.policy import BURST, SHARE, Policy
 from lowbit.runtime.engine.draft.source import Drafts, new_drafts
@@ -16,6 +19,7 @@ from lowbit.runtime.engine.draft.verify import Verifier
 from lowbit.runtime.engine.results import PlainStep
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
+from tests.drafters import write_drafter
 from tests.runtime.engine.draft.guesses import Guesser, KnownRounds
 from tests.short_models import Shorten
 
@@ -119,6 +123,63 @@ def test_right_drafts_are_as_fast_as_always_drafting(
     auto(model, truth, right=True)
     timed(model, clock, truth)  # learns what rounds cost
     assert timed(model, clock, truth) >= 0.97 * 4 / ROUND[3]
+
+
+@dataclass(slots=True)
+class KnownBlocks(BlockRounds):
+    """Rounds by a drafter whose drafts are replaced by those of a text, right or all wrong."""
+
+    text: torch.Tensor = field(kw_only=True)
+    right: bool = field(kw_only=True)
+
+    def draft(self, B: int, k: int, max_kv_len: int) -> torch.Tensor:
+        BlockRounds.draft(self, B, k, max_kv_len)
+        first = int(self.inputs.step.positions[0])
+        return (self.text[first + 1 : first + 1 + k] + (not self.right))[None] % 4096
+
+
+@pytest.mark.commands
+@pytest.mark.parametrize("right", [False, True])
+def test_drafts_of_a_drafter_cost_little_or_pay(
+    shorten: Shorten,
+    tmp_path: Path,
+    clock: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    right: bool,
+) -> None:
+    """Always wrong they leave 0.98 of the speed; always right they are as fast as can be."""
+    section = {"mask_token_id": 4000, "target_layer_ids": [0]}
+    write_drafter(tmp_path, dflash_config=section, num_target_layers=2)
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": torch.float32,
+        "context": 400,
+        "threads": 1,
+    }
+    drafted = lowbit.load(
+        shorten("tiny-qwen3"), speculate="auto", drafter=tmp_path, draft_tokens=7, **options
+    )
+    engine, send = drafted.engine, BlockRounds.send
+    drafting, engine.drafting = engine.drafting, None
+    truth = list(engine.generate(PROMPT, GREEDY, TOKENS + 60).result())
+    costs = {k: 1.35 + 0.08 * k for k in range(1, 8)}
+
+    def timed_send(rounds: BlockRounds, *given: Any) -> bool:
+        clock[0] += costs[rounds.drafts]
+        return send(rounds, *given)
+
+    monkeypatch.setattr(BlockRounds, "send", timed_send)
+    assert isinstance(drafting, Drafts)
+    assert isinstance(drafting.made, BlockRounds)
+    text = torch.tensor([*PROMPT, *truth])
+    made = drafting.made
+    drafting.made = KnownBlocks(made.verifier, made.blocks, text=text, right=right)
+    drafting.new_drafter, engine.drafting = None, drafting
+    speeds = [timed(drafted, clock, truth) for _ in range(2)]
+    if right:
+        assert speeds[1] >= 0.95 * 8 / costs[7]
+    else:
+        assert 0.98 <= min(speeds) < 1.0  # drafts were tried
 
 
 @pytest.mark.parametrize("right", [False, True])
