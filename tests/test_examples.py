@@ -17,6 +17,7 @@ from PIL import Image
 
 import lowbit.runtime
 from lowbit.convert.quantize import session
+from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.runtime.lab import machine_speed
 from tests.short_models import Shorten
 
@@ -204,3 +205,21 @@ def test_a_model_that_reads_pictures_is_trained(tmp_path: Path) -> None:
     model = lowbit.runtime.load(out, device="cpu", quantize="int4")
     made = model.generate([{"role": "user", "content": content}], max_new_tokens=2)
     assert made.timings.prompt_tokens > 6
+
+
+def test_trained_heads_have_the_tensors_of_published_drafters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Names and shapes that config.json says."""
+    monkeypatch.syspath_prepend(str(MAINTENANCE))
+    trainer = runpy.run_path(str(MAINTENANCE / "train_tiny_drafter.py"))
+    sizes = {"hidden_size": 256, "vocab_size": 512, "num_hidden_layers": 4}
+    config = trainer["drafter_config"]({**sizes, "max_position_embeddings": 4096})
+    assert set(trainer["KINDS"]) == {"dflash", "dspark", "xpress", "domino", "dflash2", "lilicorr"}
+    for kind in trainer["KINDS"].values():
+        stored = trainer["Drafter"](256, 512, kind, 511).stored()
+        table = tensor_table(kind.config(config))
+        found = {name: tuple(weight.shape) for name, weight in stored.items()}
+        assert found == {spec.name: spec.shape for spec in table}
+        read = read_config(kind.config(config))
+        assert (read.blocks.first, read.blocks.size) == (kind.first, kind.size)

@@ -1,38 +1,38 @@
-"""Train the bundled drafter, tiny-qwen3.5-dflash, in minutes on a CPU.
+"""Train the bundled drafter, tiny-qwen3.5-dflash, in minutes on a CPU; or other heads on it.
 
 python examples/maintenance/train_tiny_drafter.py examples/models/tiny-qwen3.5 tiny-qwen3.5-dflash
+python examples/maintenance/train_tiny_drafter.py examples/models/tiny-qwen3.5 heads \\
+    --trunk examples/models/tiny-qwen3.5-dflash --kind xpress --kind lilicorr --tune 0
 
 The target writes the text itself, drawn from its own predictions. A block of the drafter begins at
 any token of it, with mask tokens behind; the tokens that follow in the text are what to predict.
+`measure_drafters.py` measures the results.
 """
 
 import json
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from measure_drafters import STORIES, TRAINED_ON, measured
 from safetensors.torch import load_file, save_file
+from tiny_heads import DRAFTS, KINDS, Blocks, Convolution, Gain, Kind
 from torch import Tensor, nn
 from torch.nn import functional
 from train_tiny_experts import learning_rate, load, text_model
 
-from lowbit.runtime.engine.load import load as load_target
-from lowbit.runtime.engine.request import Request
-from lowbit.runtime.engine.stats import Tally
-from lowbit.runtime.state.sampling_params import SamplingParams
+from lowbit.runtime.text.tokenizer import load_tokenizer
 
-STORIES = Path(__file__).parents[1] / "data" / "stories-eval.txt"
-BLOCK, TAPS, LAYERS, INNER = 8, (0, 1, 2), 2, 512
+TAPS, LAYERS, INNER = (0, 1, 2), 2, 512
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 THETA, EPS = 10_000.0, 1e-6
-LENGTH, BATCH, ANCHORS = 192, 8, 24  # tokens of a text, texts of a step, blocks of a text
-GREEDY = SamplingParams()
+LENGTH, BEGUN = 192, 12  # tokens of a text, and of another that it begins with
+BATCH, ANCHORS = 8, 12  # texts of a step, blocks of a text
 DECAY = 0.85  # weight of a place in a block, against the place before it
 PEAK = 2e-3
-TRAINED_ON = 0.8  # of the bundled text; the rest begins the texts that are measured
-MEASURED = 24  # of these
+KNOWN = 64  # steps whose blocks are computed once, where the layers stay as they are
 
 
 def drafter_config(target: dict[str, Any]) -> dict[str, Any]:
@@ -56,25 +56,13 @@ def drafter_config(target: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": False,
         "tie_word_embeddings": False,
         "layer_types": ["full_attention"] * LAYERS,
-        "block_size": BLOCK,
+        "block_size": 1 + DRAFTS,
         "num_target_layers": text["num_hidden_layers"],
         "dflash_config": {
             "mask_token_id": text["vocab_size"] - 1,  # padding, which no text has
             "target_layer_ids": list(TAPS),
         },
     }
-
-
-class Norm(nn.Module):
-    """RMS norm with a gain."""
-
-    def __init__(self, size: int) -> None:
-        """Gains of one."""
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * self.weight
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
@@ -89,7 +77,10 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
 class Layer(nn.Module):
     """A layer of Qwen3 whose queries come from blocks alone."""
 
-    def __init__(self, h: int) -> None:
+    attention_conv: Convolution | None = None
+    mlp_conv: Convolution | None = None
+
+    def __init__(self, h: int, convolved: bool) -> None:
         """Random weights."""
         super().__init__()
 
@@ -104,8 +95,8 @@ class Layer(nn.Module):
                 "k_proj": linear(KV_HEADS * HEAD_DIM, h),
                 "v_proj": linear(KV_HEADS * HEAD_DIM, h),
                 "o_proj": linear(h, HEADS * HEAD_DIM),
-                "q_norm": Norm(HEAD_DIM),
-                "k_norm": Norm(HEAD_DIM),
+                "q_norm": Gain(HEAD_DIM),
+                "k_norm": Gain(HEAD_DIM),
             }
         )
         self.mlp = nn.ModuleDict(
@@ -115,12 +106,21 @@ class Layer(nn.Module):
                 "down_proj": linear(h, INNER),
             }
         )
-        self.input_layernorm, self.post_attention_layernorm = Norm(h), Norm(h)
+        self.input_layernorm, self.post_attention_layernorm = Gain(h), Gain(h)
+        if convolved:
+            self.attention_conv, self.mlp_conv = Convolution(h), Convolution(h)
 
-    def forward(self, x: Tensor, context: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, context: Tensor, positions: Tensor, mask: Tensor, size: int
+    ) -> Tensor:
         """[B, Q, h] of blocks behind a context [B, T, h]; mask is [B, Q, T + Q]."""
         own, mlp = self.self_attn, self.mlp
-        normed = self.input_layernorm(x)
+
+        def around(conv: Convolution | None, given: Tensor, x: Tensor, side: int) -> Tensor:
+            return x if conv is None else conv(given, x, side, size)
+
+        given = self.input_layernorm(x)
+        normed = around(self.attention_conv, given, given, 0)
         both = torch.cat((context, normed), dim=1)
 
         def heads(values: Tensor) -> Tensor:
@@ -131,70 +131,70 @@ class Layer(nn.Module):
         mixed = functional.scaled_dot_product_attention(
             q, k, heads(own["v_proj"](both)), attn_mask=mask[:, None], enable_gqa=True
         )
-        x = x + own["o_proj"](mixed.transpose(1, 2).flatten(2))
-        normed = self.post_attention_layernorm(x)
-        out: Tensor = mlp["down_proj"](
-            functional.silu(mlp["gate_proj"](normed)) * mlp["up_proj"](normed)
-        )
-        return x + out
+        mixed = own["o_proj"](mixed.transpose(1, 2).flatten(2))
+        x = x + around(self.attention_conv, given, mixed, 1)
+        given = self.post_attention_layernorm(x)
+        normed = around(self.mlp_conv, given, given, 0)
+        out = mlp["down_proj"](functional.silu(mlp["gate_proj"](normed)) * mlp["up_proj"](normed))
+        return x + around(self.mlp_conv, given, out, 1)
 
 
 class DFlash(nn.Module):
-    """The drafter; its embedding and head are the target's."""
+    """The layers of a drafter; its embedding and head are the target's."""
 
-    def __init__(self, h: int) -> None:
+    def __init__(self, h: int, kind: Kind) -> None:
         """Random weights."""
         super().__init__()
+        self.size = kind.size
         self.fc = nn.Linear(len(TAPS) * h, h, bias=False)
-        self.hidden_norm, self.norm = Norm(h), Norm(h)
-        self.layers = nn.ModuleList(Layer(h) for _ in range(LAYERS))
+        self.hidden_norm, self.norm = Gain(h), Gain(h)
+        self.layers = nn.ModuleList(Layer(h, kind.convolved) for _ in range(LAYERS))
 
-    def forward(self, hidden_taps: Tensor, blocks: Tensor, anchors: Tensor) -> Tensor:
+    def context(self, hidden_taps: Tensor) -> Tensor:
+        """Context [B, T, h] of a text by outputs of the target's layers [B, T, n * h]."""
+        normed: Tensor = self.hidden_norm(self.fc(hidden_taps))
+        return normed
+
+    def forward(self, context: Tensor, blocks: Tensor, anchors: Tensor) -> Tensor:
         """Hidden states of blocks.
 
         Args:
-            hidden_taps: [B, T, n * h] of a text.
-            blocks: [B, A * BLOCK, h], embedded tokens.
+            context: [B, T, h] of a text.
+            blocks: [B, A * size, h], embedded tokens.
             anchors: [B, A], place of each block's first token in the text.
 
         Returns:
-            [B, A * BLOCK, h], after the last norm.
+            [B, A * size, h], after the last norm.
         """
-        B, T, _ = hidden_taps.shape
-        context = self.hidden_norm(self.fc(hidden_taps))
-        own = (anchors[..., None] + torch.arange(BLOCK)).flatten(1)
-        first = anchors.repeat_interleave(BLOCK, dim=1)
+        B, T, _ = context.shape
+        own = (anchors[..., None] + torch.arange(self.size)).flatten(1)
+        first = anchors.repeat_interleave(self.size, dim=1)
         positions = torch.cat((torch.arange(T).expand(B, T), own), dim=1)
         seen = torch.arange(T) < first[..., None]
-        number = torch.arange(anchors.shape[1]).repeat_interleave(BLOCK)
+        number = torch.arange(anchors.shape[1]).repeat_interleave(self.size)
         mask = torch.cat((seen, (number[:, None] == number).expand(B, -1, -1)), dim=2)
         x = blocks
         for layer in self.layers:
-            x = layer(x, context, positions, mask)
+            x = layer(x, context, positions, mask, self.size)
         normed: Tensor = self.norm(x)
         return normed
 
 
-def own_texts(folder: Path, count: int, temperature: float) -> Tensor:
+@torch.no_grad()
+def own_texts(folder: Path, target: Any, count: int, temperature: float) -> Tensor:
     """Texts that the target writes behind the first words of others: [count, LENGTH]."""
-    model = load_target(folder, device="cpu", context=LENGTH, max_sequences=16)
-    ids = model.tokenizer.encode(STORIES.read_text(), framed=False)
+    torch.manual_seed(0)
+    ids = load_tokenizer(folder).encode(STORIES.read_text(), framed=False)
     ids = ids[: int(TRAINED_ON * len(ids))]
-    generator = torch.Generator().manual_seed(0)
-    requests, handles = [], []
-    for number in range(count):
-        length = int(torch.randint(2, 24, (), generator=generator))
-        start = int(torch.randint(len(ids) - length, (), generator=generator))
-        params = SamplingParams(temperature if number % 4 else 0.0, seed=number)
-        request = Request(tuple(ids[start : start + length]), params, LENGTH - length)
-        requests.append(request)
-        handles.append(model.engine.submit(request))
+    starts = torch.randint(len(ids) - BEGUN, (count,)).tolist()
+    prompts = torch.tensor([ids[start : start + BEGUN] for start in starts])
     texts = []
-    for number, (request, handle) in enumerate(zip(requests, handles, strict=True)):
-        texts.append([*request.prompt, *handle.result()])
-        if number % 200 == 0:
-            click.echo(f"text {number} of {count}")
-    return torch.tensor(texts)
+    for number, some in enumerate(torch.split(prompts, count // 4 or 1)):
+        drawn = {"do_sample": True, "temperature": temperature} if number else {"do_sample": False}
+        more = LENGTH - BEGUN
+        texts.append(target.generate(some, max_new_tokens=more, min_new_tokens=more, **drawn))
+        click.echo(f"{sum(map(len, texts))} of {count} texts")
+    return torch.cat(texts)
 
 
 @torch.no_grad()
@@ -208,85 +208,128 @@ def tapped(target: Any, texts: Tensor) -> Tensor:
 
 
 def blocks_of(texts: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Blocks somewhere in texts: anchors [B, A] and the tokens that are right [B, A, BLOCK]."""
+    """Blocks somewhere in texts: anchors [B, A] and the right tokens [B, A, 1 + DRAFTS]."""
     shape = len(texts), ANCHORS
-    anchors = torch.randint(1, texts.shape[1] - BLOCK, shape, generator=generator)
-    places = anchors[..., None] + torch.arange(BLOCK)
-    return anchors, texts.gather(1, places.flatten(1)).view(*shape, BLOCK)
+    anchors = torch.randint(1, texts.shape[1] - DRAFTS, shape, generator=generator)
+    places = anchors[..., None] + torch.arange(1 + DRAFTS)
+    return anchors, texts.gather(1, places.flatten(1)).view(*shape, 1 + DRAFTS)
 
 
-def train(drafter: DFlash, target: Any, texts: Tensor, mask: int, minutes: float) -> None:
-    """Train the drafter with the target as it is."""
-    optimizer = torch.optim.AdamW(drafter.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+class Drafter(nn.Module):
+    """A drafter's layers and its head."""
+
+    def __init__(self, h: int, vocabulary: int, kind: Kind, mask: int) -> None:
+        """Random weights; `mask` is the token of places to draft."""
+        super().__init__()
+        self.trunk, self.head, self.mask = DFlash(h, kind), kind.head(h, vocabulary), mask
+
+    def blocks(self, target: Any, states: Tensor, texts: Tensor, made: Any) -> Blocks:
+        """Blocks of texts [B, T], by outputs of the target's layers [B, T, n * h]."""
+        anchors, right = made
+        size, embedding = self.trunk.size, target.model.embed_tokens
+        given = torch.full((*right.shape[:2], size), self.mask)
+        given[..., 0] = right[..., 0]
+        context = self.trunk.context(states.float())
+        hidden = self.trunk(context, embedding(given.flatten(1)), anchors)
+        hidden = hidden.view(-1, size, hidden.shape[-1])
+        before = context.take_along_dim(anchors[..., None] - 1, dim=1).flatten(0, 1)
+        flat = right.flatten(0, 1)
+        logits = target.lm_head(hidden[:, -DRAFTS:])
+        return Blocks(hidden, flat, logits, embedding(flat), embedding.weight, before)
+
+    def stored(self) -> dict[str, Tensor]:
+        """Tensors by the names that they have in files."""
+        own = {**self.trunk.state_dict(), **self.head.state_dict()}
+        return {name: w.detach().bfloat16().contiguous() for name, w in own.items()}
+
+
+def train(drafter: Drafter, target: Any, texts: Tensor, steps: int, tuned: float) -> None:
+    """Train a drafter with the target as it is.
+
+    Args:
+        tuned: learning rate of its layers, against that of its head; 0 leaves them as they are.
+    """
+    parts: list[dict[str, Any]] = [
+        {"params": [*part.parameters()], "share": share}
+        for part, share in ((drafter.trunk, tuned), (drafter.head, 1.0))
+        if share
+    ]
+    optimizer = torch.optim.AdamW(parts, betas=(0.9, 0.95), weight_decay=0.01)
     generator = torch.Generator().manual_seed(1)
-    weight = DECAY ** torch.arange(BLOCK - 1)
+    weight = DECAY ** torch.arange(DRAFTS)
     states = tapped(target, texts)
-    started, number = time.monotonic(), 0
-    while (done := (time.monotonic() - started) / (60 * minutes)) < 1:
+
+    def made() -> Blocks:
         chosen = torch.randint(len(texts), (BATCH,), generator=generator)
-        batch = texts[chosen]
-        anchors, right = blocks_of(batch, generator)
-        given = right.clone()
-        given[..., 1:] = mask
-        embedded = target.model.embed_tokens(given.flatten(1))
-        hidden = drafter(states[chosen].float(), embedded, anchors).view(*right.shape, -1)[:, :, 1:]
-        logits = target.lm_head(hidden)
-        loss = functional.cross_entropy(
-            logits.flatten(0, 2), right[..., 1:].flatten(), reduction="none"
-        ).view(-1, BLOCK - 1)
+        places = blocks_of(texts[chosen], generator)
+        return drafter.blocks(target, states[chosen], texts[chosen], places)
+
+    with torch.no_grad():  # by layers that stay as they are
+        known = [] if tuned else [made() for _ in range(min(steps, KNOWN))]
+    for number in range(steps):
+        loss = drafter.head.losses(known[number % KNOWN] if known else made())
         optimizer.zero_grad()
         mean = (loss * weight).sum(1).mean().div(weight.sum())
         mean.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = PEAK * learning_rate(done)
+            group["lr"] = PEAK * group["share"] * learning_rate(number / steps)
         optimizer.step()
         if number % 50 == 0:
-            hits = (logits.argmax(-1) == right[..., 1:]).long().cumprod(-1).sum(-1)
-            click.echo(
-                f"{number}: {100 * done:.0f} %, loss {loss.mean():.3f}, "
-                f"{1 + hits.float().mean():.2f} tokens a round"
-            )
-        number += 1
+            click.echo(f"{number} of {steps}: loss {loss.mean():.3f}")
 
 
-def measure(folder: Path, drafter: Path) -> None:
-    """Print tokens a round on greedy texts that begin like none of the training."""
-    model = load_target(
-        folder, device="cpu", context=LENGTH, speculate="dflash", drafter=drafter, draft_tokens=7
-    )
-    ids = model.tokenizer.encode(STORIES.read_text(), framed=False)
-    first, tally = int(TRAINED_ON * len(ids)), Tally()
-    for start in range(first, len(ids) - 32, (len(ids) - first) // MEASURED):
-        handle = model.engine.submit(Request(tuple(ids[start : start + 24]), GREEDY, 120))
-        handle.result()
-        tally.add(handle.tally)
-    found = tally.speculated
-    click.echo(f"{found.rounds} rounds, {found.words}; accepted {found.accepted}")
+def write(drafter: Drafter, config: dict[str, Any], out: Path) -> None:
+    """Write a drafter as published ones look."""
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(drafter.stored(), out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 @click.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--minutes", default=12.0, show_default=True, help="Time for the training.")
+@click.option("--kind", "kinds", type=click.Choice([*KINDS]), multiple=True, default=["dflash"])
+@click.option("--trunk", type=click.Path(exists=True, path_type=Path), help="Layers to begin with.")
+@click.option(
+    "--tune",
+    default=1.0,
+    show_default=True,
+    help="Learning rate of the layers by that \
+of the head; 0 leaves them.",
+)
+@click.option("--steps", default=1500, show_default=True, help="Of the training of each.")
 @click.option("--texts", "count", default=1200, show_default=True, help="Texts to train on.")
 @click.option("--temperature", default=0.6, show_default=True, help="Of three texts in four.")
-def main(folder: Path, out: Path, minutes: float, count: int, temperature: float) -> None:
-    """Train a DFlash drafter for the target model FOLDER into the folder OUT."""
-    torch.manual_seed(0)
+def main(
+    folder: Path,
+    out: Path,
+    kinds: Sequence[str],
+    trunk: Path | None,
+    tune: float,
+    steps: int,
+    count: int,
+    temperature: float,
+) -> None:
+    """Train drafters for the target model FOLDER into OUT, or OUT/KIND where there are several."""
     content = json.loads((folder / "config.json").read_text())
-    texts = own_texts(folder, count, temperature)
     target = text_model(content).eval().requires_grad_(False)
     weights = load_file(folder / "model.safetensors")
     load(target, {n.replace("model.language_model.", "model."): w for n, w in weights.items()})
+    texts = own_texts(folder, target, count, temperature)
     config = drafter_config(content)
-    drafter = DFlash(config["hidden_size"])
-    train(drafter, target, texts, config["dflash_config"]["mask_token_id"], minutes)
-    out.mkdir(parents=True, exist_ok=True)
-    stored = {name: w.detach().bfloat16().contiguous() for name, w in drafter.state_dict().items()}
-    save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    measure(folder, out)
+    sizes = config["hidden_size"], config["vocab_size"]
+    for name in kinds:
+        torch.manual_seed(0)
+        kind = KINDS[name]
+        drafter = Drafter(*sizes, kind, config["dflash_config"]["mask_token_id"])
+        if trunk is not None:
+            known = {name: w.float() for name, w in load_file(trunk / "model.safetensors").items()}
+            drafter.trunk.load_state_dict({**drafter.trunk.state_dict(), **known})
+        train(drafter, target, texts, steps, tune)
+        place = out / name if len(kinds) > 1 else out
+        write(drafter, kind.config(config), place)
+        click.echo(f"{name}: {measured(folder, place):.2f} tokens a round")
 
 
 if __name__ == "__main__":

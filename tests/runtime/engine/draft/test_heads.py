@@ -317,7 +317,7 @@ def test_a_head_that_keeps_rows_drafts_as_a_whole_one(
             assert cpu.product(torch.zeros(1, linear.K), linear).shape == (1, count)
     generator = torch.Generator().manual_seed(4)
     hidden = torch.randn(2, drafter.blocks.size, 256, generator=generator)
-    output: Any = DraftOutput(cpu, drafter.norm, 1e-6, None, 4096, rows)  # type: ignore[arg-type]
+    output: Any = DraftOutput(cpu, drafter.norm, 1e-6, None, 4096, rows)
     spread = Spread(cpu, drafter.norm, 1e-6, (rows.ids, rows.head), 4096)
     found = head.draft(hidden, choice_of(output, drafter, params))
     assert torch.equal(found, over_all.draft(hidden, choice_of(spread, drafter, params)))
@@ -332,7 +332,7 @@ def test_fewer_rows_than_a_head_has_candidates(tmp_path: Path, kind: str, with_r
     assert drafter.head is not None
     assert rows is not None
     few: Any = DraftRows(rows.ids[-5:], DenseLinear(torch.randn(5, 256)))
-    output: Any = DraftOutput(cpu, drafter.norm, 1e-6, None, 4096, few)  # type: ignore[arg-type]
+    output: Any = DraftOutput(cpu, drafter.norm, 1e-6, None, 4096, few)
     for params in (GREEDY, HOT, STRICT):
         hidden = torch.randn(2, drafter.blocks.size, 256)
         found = drafter.head.draft(hidden, choice_of(output, drafter, params))

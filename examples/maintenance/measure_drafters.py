@@ -1,0 +1,119 @@
+"""Measure how many drafts of drafters are right on held-out text, and misread them on purpose.
+
+python examples/maintenance/measure_drafters.py examples/models/tiny-qwen3.5 heads/*
+
+All drafts of a block are checked in every round, whatever that costs, so the figures do not depend
+on the machine. Prompts are from the end of a bundled text, of which train_tiny_drafter.py trains on
+the beginning.
+"""
+
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+from torch import Tensor
+
+import lowbit.convert
+from lowbit.runtime.engine.draft.block import Blocks
+from lowbit.runtime.engine.draft.policy import Kind, StepCosts
+from lowbit.runtime.engine.draft.source import Drafts
+from lowbit.runtime.engine.load import load
+from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.request import Request
+from lowbit.runtime.engine.stats import Tally
+from lowbit.runtime.models.dflash import DFlash
+from lowbit.runtime.state.pages import KVPages
+from lowbit.runtime.state.sampling_params import SamplingParams
+from lowbit.runtime.state.step import Step
+
+STORIES = Path(__file__).parents[1] / "data" / "stories-eval.txt"
+TRAINED_ON = 0.8  # of the bundled text; the rest begins the texts that are measured
+MEASURED, PROMPT, ANSWER = 16, 24, 64  # texts, and tokens of each
+GREEDY, DRAWN = SamplingParams(), SamplingParams(0.8, top_p=0.95, seed=1)
+Misreading = Literal["layer", "place"]
+
+
+class OneLayerOff(Blocks):
+    """A drafter of layers that follow each other, which gets the outputs of those before them."""
+
+    def read(self, outputs: Any, step: Step) -> None:
+        """The first layer's output twice, since none is before it."""
+        Blocks.read(self, (outputs[0], *outputs[:-1]), step)
+
+
+class OnePlaceOff(DFlash[Any]):
+    """A drafter whose outputs are read one place before or behind their own."""
+
+    def hidden(self, x: Tensor, pages: KVPages, step: Step) -> Tensor:
+        """Outputs of a block in a circle; those of the ends are wrong."""
+        found = DFlash.hidden(self, x, pages, step)
+        blocks, on = found.view(-1, self.blocks.size, found.shape[1]), self.blocks.first == 0
+        return blocks.roll(-1 if on else 1, dims=1).flatten(0, 1)
+
+
+def misread(model: Model, how: Misreading) -> None:
+    """Let the model's drafter read, or be read, wrongly."""
+    blocks, drafting = model.engine.runner.blocks, model.engine.drafting
+    if not isinstance(blocks, Blocks) or not isinstance(drafting, Drafts):
+        raise click.UsageError("there is no drafter")
+    own = {each.name: getattr(blocks, each.name) for each in fields(blocks)}
+    if how == "layer":
+        wrong: Blocks = OneLayerOff(**own)
+    else:
+        drafter = own["drafter"]
+        parts = {each.name: getattr(drafter, each.name) for each in fields(drafter)}
+        wrong = Blocks(**(own | {"drafter": OnePlaceOff(**parts)}))
+    made: Any = drafting.made
+    model.engine.runner.blocks = made.blocks = wrong
+
+
+def measured(
+    folder: Path,
+    drafter: Path,
+    params: SamplingParams = GREEDY,
+    how: Misreading | None = None,
+    texts: int = MEASURED,
+) -> float:
+    """Tokens a round of a drafter for the model FOLDER, with all drafts of its blocks."""
+    sizes = {"context": 4 * PROMPT + ANSWER, "draft_tokens": 7}
+    model = load(folder, device="cpu", speculate="dflash", drafter=drafter, **sizes)  # type: ignore[arg-type]
+    drafting = model.engine.drafting
+    if isinstance(drafting, Drafts):
+        start: dict[Kind, float] = {"plain": 1.0, "given": 1.0, "made": 1.0}
+        drafting.policy.costs = StepCosts(start, dict.fromkeys(start, 0.0))
+    if how is not None:
+        misread(model, how)
+    ids = model.tokenizer.encode(STORIES.read_text(), framed=False)
+    first, tally = int(TRAINED_ON * len(ids)), Tally()
+    starts = range(first, len(ids) - PROMPT, (len(ids) - first) // texts)
+    prompts = [tuple(ids[start : start + PROMPT]) for start in starts]
+    for handle in [model.engine.submit(Request(each, params, ANSWER)) for each in prompts]:
+        handle.result()
+        tally.add(handle.tally)
+    return tally.tokens_a_round or 0.0
+
+
+@click.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("drafters", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path))
+def main(folder: Path, drafters: tuple[Path, ...]) -> None:
+    """Print tokens a round of DRAFTERS for the target model FOLDER."""
+    click.echo(
+        "| drafter | greedy | drawn at 0.8 | greedy, drafter in INT4 | read one layer off "
+        "| read one place off |\n|---|---|---|---|---|---|"
+    )
+    for drafter in drafters:
+        with tempfile.TemporaryDirectory() as place:
+            packed = Path(place) / "packed"
+            lowbit.convert.convert(drafter, packed, lowbit.convert.Request())
+            found = [measured(folder, drafter, params) for params in (GREEDY, DRAWN)]
+            found.append(measured(folder, packed))
+        ways: tuple[Misreading, ...] = ("layer", "place")
+        found += [measured(folder, drafter, GREEDY, how, MEASURED // 2) for how in ways]
+        click.echo(f"| {drafter.name} | {' | '.join(f'{each:.2f}' for each in found)} |")
+
+
+if __name__ == "__main__":
+    main()
