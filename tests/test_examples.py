@@ -221,5 +221,6 @@ def test_trained_heads_have_the_tensors_of_published_drafters(
         table = tensor_table(kind.config(config))
         found = {name: tuple(weight.shape) for name, weight in stored.items()}
         assert found == {spec.name: spec.shape for spec in table}
-        read = read_config(kind.config(config))
-        assert (read.blocks.first, read.blocks.size) == (kind.first, kind.size)
+        blocks = read_config(kind.config(config)).block_drafts
+        assert blocks is not None
+        assert (blocks.first, blocks.size) == (kind.first, kind.size)

@@ -70,7 +70,7 @@ class DraftOutput(Generic[W]):
             ops.choose(logits, sampler, rows, positions, token, ring)
             return
         if sampler.shape.adjusted:  # which looks at each token of the model
-            ops.choose(self._spread(logits), sampler, rows, positions, token, ring)
+            ops.choose(self.spread(logits), sampler, rows, positions, token, ring)
             return
         # ids ascend, so that of equal logits the lower token is chosen
         own = replace(sampler, vocabulary=self.candidates)
@@ -93,7 +93,7 @@ class DraftOutput(Generic[W]):
         head = self.head if self.rows is None else self.rows.head
         return self.ops.product(hidden, head, norm=self.norm, eps=self.eps, logits=True)
 
-    def _spread(self, logits: Tensor) -> Tensor:
+    def spread(self, logits: Tensor) -> Tensor:
         """Logits of all tokens, [M, V]; those that are no candidates get -inf."""
         if self.rows is None:
             return logits

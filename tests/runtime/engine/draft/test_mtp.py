@@ -235,7 +235,7 @@ def test_drafts_are_chosen_from_the_rows_of_the_draft_head(small_draft: Path) ->
     assert draft is not None
     rows = dequantize(unpack(draft.packed, 4, head.trunk.config.hidden_size), draft.scale)
     hidden = torch.randn(3, head.trunk.config.hidden_size)
-    logits = head.output.logits(hidden)
+    logits = head.output.spread(head.output.logits(hidden))
     normed = head.trunk.ops.rms_norm(hidden, head.norm, head.trunk.config.rms_norm_eps)
     expected = normed @ rows.float().T
     ids = draft.ids.long()
