@@ -23,7 +23,7 @@ from lowbit.runtime.engine.load import load
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stats import Tally
-from lowbit.runtime.models.dflash import DFlash
+from lowbit.runtime.models.architectures import BlockDrafter
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.state.step import Step
@@ -43,12 +43,12 @@ class OneLayerOff(Blocks):
         Blocks.read(self, (outputs[0], *outputs[:-1]), step)
 
 
-class OnePlaceOff(DFlash[Any]):
+class OnePlaceOff(BlockDrafter[Any]):
     """A drafter whose outputs are read one place before or behind their own."""
 
     def hidden(self, x: Tensor, pages: KVPages, step: Step) -> Tensor:
         """Outputs of a block in a circle; those of the ends are wrong."""
-        found = DFlash.hidden(self, x, pages, step)
+        found = BlockDrafter.hidden(self, x, pages, step)
         blocks, on = found.view(-1, self.blocks.size, found.shape[1]), self.blocks.first == 0
         return blocks.roll(-1 if on else 1, dims=1).flatten(0, 1)
 
