@@ -66,7 +66,8 @@ class Choice(Generic[W]):
         # rows of a draft head are real tokens; a head over all of them may have more columns
         some = logits if self.output.rows is not None else logits[..., : self.sampler.vocabulary]
         last = some.shape[-1] - 1
-        some = pad(some, (0, max(0, count - 1 - last)), value=-torch.inf)
+        if last + 1 < count:
+            some = pad(some, (0, count - 1 - last), value=-torch.inf)
         values, columns = some.topk(count, dim=-1)
         ids = self.output.ids_of(columns.clamp(max=last).flatten()).view(columns.shape)
         return Candidates(values, columns, ids)
