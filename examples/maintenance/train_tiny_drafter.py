@@ -312,6 +312,8 @@ def main(
     temperature: float,
 ) -> None:
     """Train drafters for the target model FOLDER into OUT, or OUT/KIND where there are several."""
+    if tune == 0 and "dflash" in kinds:
+        raise click.UsageError("--tune 0 leaves nothing of dflash to train")
     content = json.loads((folder / "config.json").read_text())
     target = text_model(content).eval().requires_grad_(False)
     weights = load_file(folder / "model.safetensors")
