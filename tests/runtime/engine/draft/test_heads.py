@@ -42,6 +42,7 @@ from tests.drafters import (
 from tests.heads import DRAFTS, Block
 from tests.oracle import dequantized_weights
 from tests.runtime.engine.draft.test_dspark import (
+    FOR_TWO_LAYERS,
     HOT,
     STRICT,
     TARGET,
@@ -302,7 +303,8 @@ def test_a_head_that_keeps_rows_drafts_as_a_whole_one(
     tmp_path: Path, kind: str, params: lowbit.SamplingParams, with_rows: Path
 ) -> None:
     """Its linear over the vocabulary has the rows of the draft head alone."""
-    write_drafter(tmp_path, base=(BASES | {"dspark": DSPARK})[kind])
+    base = DSPARK | FOR_TWO_LAYERS if kind == "dspark" else for_two_layers(BASES[kind])
+    write_drafter(tmp_path, base=base)
     opened = with_drafter(open_model(with_rows), tmp_path)
     drafter, rows = load_drafter(opened, "cpu", torch.float32, 64)
     assert opened.drafter is not None
@@ -326,7 +328,7 @@ def test_a_head_that_keeps_rows_drafts_as_a_whole_one(
 
 @pytest.mark.parametrize("kind", ["lilicorr", "dflash2"])
 def test_fewer_rows_than_a_head_has_candidates(tmp_path: Path, kind: str, with_rows: Path) -> None:
-    write_drafter(tmp_path, base=BASES[kind])
+    write_drafter(tmp_path, base=for_two_layers(BASES[kind]))
     opened = with_drafter(open_model(with_rows), tmp_path)
     drafter, rows = load_drafter(opened, "cpu", torch.float32, 64)
     assert drafter.head is not None
@@ -339,10 +341,12 @@ def test_fewer_rows_than_a_head_has_candidates(tmp_path: Path, kind: str, with_r
         assert torch.isin(found, few.ids).all()
 
 
-def test_rows_that_a_head_leaves_out_take_no_memory(tmp_path: Path, with_rows: Path) -> None:
-    write_drafter(tmp_path, base=XPRESS)
+def test_rows_that_a_head_leaves_out_take_no_memory(
+    tmp_path: Path, short_hybrid: Path, with_rows: Path
+) -> None:
+    write_drafter(tmp_path, base=for_two_layers(XPRESS))
     sizes = []
-    for folder in (TARGET, with_rows):
+    for folder in (short_hybrid, with_rows):
         drafter = with_drafter(open_model(folder), tmp_path).drafter
         assert drafter is not None
         sizes.append(drafter.weight_bytes("cpu", torch.float32))
