@@ -6,7 +6,7 @@ The commands `quantize` and `plan` parse their options into a `Request`, call `c
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +21,9 @@ from lowbit.convert.measure.gate import (
 )
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.progress import Note, Progress, silent, unsaid
-from lowbit.convert.original.runnable import require_language_model
+from lowbit.convert.original.runnable import check_can_run, require_language_model
 from lowbit.convert.pipeline.conversion import Conversion, carry_out, prepare
+from lowbit.convert.pipeline.effort import effort_line, plan_effort, target_like
 from lowbit.convert.pipeline.estimate import Estimate, estimate, method_chooser
 from lowbit.convert.pipeline.existing import can_continue, find_existing
 from lowbit.convert.pipeline.folder import check_output
@@ -35,6 +36,7 @@ from lowbit.convert.pipeline.predicted_size import (
     predicted_bytes,
     report_room,
 )
+from lowbit.convert.plan.effort import Effort, EffortPlan, parse_effort
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.quantize.session import CalibrationRequest
@@ -61,9 +63,11 @@ class Request:
     """Settings of a conversion, its report included.
 
     Attributes:
-        recipe: rules for the bits; INT4 g128 with an INT8 head, by the method that suits model and
-            machine, where left out.
+        recipe: rules for the bits; INT4 g128 with an INT8 head where left out.
         target: a budget that decides the bits in place of the recipe.
+        effort: `low`, `default` or `high`: the method, and bits chosen at the recipe's bytes, that
+            some time buys. None for the recipe's bits by the method that suits model and machine.
+            A method that the recipe names, or a target, decides in its place.
         calibration: the text, for methods other than round-to-nearest and for sensitivities.
         draft_text: `.txt` or `.jsonl`; the tokens it uses most are the rows of a draft head. The
             bundled one where left out.
@@ -83,6 +87,7 @@ class Request:
 
     recipe: Recipe = Recipe(method=None)  # noqa: RUF009 - frozen
     target: TargetRequest | None = None
+    effort: Effort | None = "default"
     calibration: CalibrationRequest = CalibrationRequest()  # noqa: RUF009 - frozen
     draft_text: Path | None = None
     vocabulary: CutRequest | None = None
@@ -156,10 +161,13 @@ def convert(
             cut = cut_beside(name, request.revision, out, request.vocabulary, on_progress)
         location = locate(str(source), request.revision) if cut is None else cut.location
         checkpoint = open_checkpoint(location.folder)
-        plan, choice = _planned(checkpoint, files_of(location), request, on_progress, note)
+        made = _effort_of(checkpoint, request)
+        if made is not None:
+            note(effort_line(made))
+        plan, choice = _planned(checkpoint, files_of(location), request, made, on_progress, note)
         ahead = None
         if on_plan is not None or on_start is not None:  # else nobody asks how long it takes
-            ahead = estimate(checkpoint, plan, device, request.calibration, choice)
+            ahead = estimate(checkpoint, plan, device, request.calibration, choice, made)
         if on_plan is not None and ahead is not None:
             on_plan(ahead)
         if report is not None and report.texts:
@@ -199,6 +207,8 @@ def plan_conversion(
 ) -> Estimate:
     """The plan of a conversion, with the time and memory that it will take.
 
+    Bits that an effort chooses are shown as the recipe's, whose bytes they keep to.
+
     Args:
         source: headers of the original; with a target its weights are read, too.
         files: of the original, beside its weights.
@@ -210,12 +220,30 @@ def plan_conversion(
         LowbitError: a source or a recipe that cannot be converted, a target that cannot be met, and
             whatever stops `find_or_estimate`.
     """
-    plan, choice = _planned(source, files, request, on_progress, note)
-    return estimate(source, plan, open_device(request.device), request.calibration, choice)
+    made = _effort_of(source, request)
+    if made is not None:  # bits that an effort chooses are chosen when the conversion begins
+        request = replace(request, recipe=replace(request.recipe, method=made.way.method))
+    plan, choice = _planned(source, files, request, None, on_progress, note)
+    return estimate(source, plan, open_device(request.device), request.calibration, choice, made)
+
+
+def _effort_of(source: Checkpoint, request: Request) -> EffortPlan | None:
+    """The effort that decides; None where the recipe names a method, or a target is given."""
+    if request.effort is None or request.target is not None or request.recipe.method is not None:
+        return None
+    device = open_device(request.device)
+    return plan_effort(
+        parse_effort(request.effort), source, request.recipe, request.calibration, device
+    )
 
 
 def _planned(
-    source: Checkpoint, files: SourceFiles, request: Request, on_progress: Progress, note: Note
+    source: Checkpoint,
+    files: SourceFiles,
+    request: Request,
+    made: EffortPlan | None,
+    on_progress: Progress,
+    note: Note,
 ) -> tuple[Plan, TargetChoice | None]:
     """The plan of a conversion, and how its target was met; see `plan_conversion`."""
     for text in source.notes:
@@ -228,18 +256,24 @@ def _planned(
         max_shard_bytes=request.max_shard_bytes,
         choose=method_chooser(source, device, calibration),
     )
-    if request.target is None:
+    target, measured = request.target, None
+    if made is not None:
+        recipe = replace(recipe, method=made.way.method)
+    if made is not None and made.way.costs is not None:
+        target, measured = target_like(plan_with(recipe)), made.way.costs == "measured"
+        check_can_run(source.folder, source.config)
+    if target is None:
         return plan_with(recipe), None
-    bits, rule = request.target.bits, recipe.rule
-    settings = Settings(calibration.file, bits=bits, device=device.type, rule=rule)
+    bits, rule = target.bits, recipe.rule
+    settings = Settings(
+        calibration.file, bits=bits, device=device.type, rule=rule, measured=measured
+    )
     texts = PlannedTexts(calibration, request.draft_text)
 
     def sizes(plan: Plan) -> tuple[int, int]:
         return predicted_bytes(plan, files, texts, device, at_most=True), report_room(plan)
 
-    choice = meet_target(
-        source, recipe, request.target, settings, plan_with, sizes, on_progress, note
-    )
+    choice = meet_target(source, recipe, target, settings, plan_with, sizes, on_progress, note)
     return choice.allocation.plan, choice
 
 

@@ -17,7 +17,7 @@ def convert(
     note: Note = unsaid,
     **settings: Any,
 ) -> Conversion:
-    """Convert by a recipe and other settings of a `Request`."""
-    request = Request(recipe, **settings)
+    """Convert by a recipe, its own bits, and other settings of a `Request`."""
+    request = Request(recipe, **{"effort": None, **settings})
     found = lowbit.convert.convert(source, out, request, on_progress=progress, note=note)
     return found.conversion

@@ -78,6 +78,7 @@ def allocate(
     target: Target,
     plan_with: Callable[[Recipe], Plan],
     beside: Callable[[Plan], int] | None = None,
+    keeps_stored: bool = True,
 ) -> Allocation:
     """Choose the schemes with the least sum of KL that the budget allows.
 
@@ -89,12 +90,14 @@ def allocate(
         plan_with: makes the plan of a recipe, as `make_plan` does.
         beside: bytes that the folder of a plan has at most beside its weight files, for a target
             of its size; those of a draft head alone when None.
+        keeps_stored: let sets stay as stored. A head that stays the embedding takes no bytes of the
+            file, but those of BF16 in every step.
 
     Raises:
         QuantizationError: no choice fits, or the model as stored fits.
     """
     sets = fused_sets(config, tensors)
-    candidates = _candidates(config, tensors, recipe, sets, rows)
+    candidates = _candidates(config, tensors, recipe, sets, rows, keeps_stored)
 
     def plan_of(picks: Picks) -> Plan:
         schemes = {name: one.scheme for name, one in picks.items()}
@@ -123,6 +126,7 @@ def _candidates(
     recipe: Recipe,
     sets: Sequence[FusedSet],
     rows: Sequence[Row],
+    keeps_stored: bool,
 ) -> dict[str, list[_Candidate]]:
     """Choices of each set; one of no loss for a set that is fixed."""
     specs = {spec.module: spec for spec in tensor_table(config, tensors) if spec.quantizable}
@@ -141,7 +145,7 @@ def _candidates(
         else:
             # A head that stays the embedding cannot be rotated.
             stays = fused.shared and recipe.method is not None and recipe.method.rotate
-            losses = {} if stays else {None: 0.0}
+            losses = {} if stays or not keeps_stored else {None: 0.0}
             given = measured[fused.name]
             losses |= {row.scheme: row.kl for row in given if math.isfinite(row.kl)}
         candidates[fused.name] = [

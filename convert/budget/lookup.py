@@ -71,15 +71,19 @@ class Settings:
     device: str = "cpu"  # `cpu` or `cuda`
     rule: ScaleRule = "signed"  # by which scales are chosen
     method: Method = RTN  # of the conversion
+    # Whether costs are measured where they can be; None to estimate what takes a CPU long.
+    measured: bool | None = None
 
     def measures(self, config: Mapping[str, Any]) -> bool:
-        """True where costs are measured, not estimated: on a CPU of small models alone.
+        """True where costs are measured, not estimated: unasked, on a CPU, of small models alone.
 
         A CPU takes an hour for half a billion weights. By measured costs, what estimates choose
         costs a twentieth more in sum (LOG.md).
         """
         if not self.method.calibrated or read_config(config).experts is not None:
             return False
+        if self.measured is not None:
+            return self.measured
         return self.device != "cpu" or _passing_work(config) <= MOST_CPU_WORK
 
 

@@ -29,6 +29,7 @@ class TargetRequest:
     target: Target
     sensitivities: Path | None = None  # file of them; None for the cache, computed if it has none
     bits: tuple[int, ...] = USUAL_BITS  # to choose from
+    keeps_stored: bool = True  # whether sets may stay as stored, such as a head the embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,8 @@ def meet_target(
 
     def allocated(rows: Sequence[Row]) -> Allocation:
         given = [row for row in rows if row.bits in request.bits]
-        return allocate(config, tensors, recipe, given, request.target, plan_with, beside)
+        stored = request.keeps_stored
+        return allocate(config, tensors, recipe, given, request.target, plan_with, beside, stored)
 
     def by(method: Method) -> tuple[CachedSensitivities, Allocation]:
         costs = find_or_estimate(weights, replace(settings, method=method), on_progress, note)

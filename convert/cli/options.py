@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from lowbit.formats.activation_modes import ACTIVATIONS
@@ -136,14 +137,16 @@ def methods(ctx: click.Context, param: click.Parameter, incomplete: str) -> list
     return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
-def method_option(help: str) -> Callable[[Command], Command]:
-    """The name of a method."""
+def method_option(
+    help: str, default: str | None = AUTO, shown: str | bool = True
+) -> Callable[[Command], Command]:
+    """The name of a method; `shown` says what is taken without one."""
     return click.option(
         "--method",
         callback=parsed(read_method),
         shell_complete=methods,
-        default=AUTO,
-        show_default=True,
+        default=default,
+        show_default=shown,
         metavar="METHOD",
         help=help,
     )
@@ -213,6 +216,8 @@ recipe_options = (
         "layer. auto: rtn where all linears have 8 bits or more, else gptq+rotate (gptq for "
         "Qwen3.5, for mixtures of experts and where the head stays the embedding), or weighted "
         "where that would take longer than 15 minutes on a CPU.",
+        default=None,
+        shown="as --effort says; auto with a target",
     ),
     click.option(
         "--lm-head",
@@ -286,14 +291,14 @@ def make_recipe(
     base: str,
     overrides: tuple["Override", ...],
     group_size: str,
-    method: str,
+    method: str | None,
     head: str | None,
     mtp: str | None,
     draft_vocabulary: int | None,
     positive_scales: bool,
     drop_vision: bool,
 ) -> "Recipe":
-    """The recipe that the options describe; without a method for `auto`."""
+    """The recipe that the options describe; without a method for `auto` and for an effort."""
     from lowbit.convert.plan.method import Method
     from lowbit.convert.plan.recipe import Recipe
 
@@ -305,12 +310,45 @@ def make_recipe(
         overrides=overrides,
         drop_vision=drop_vision,
         draft_vocabulary=draft_vocabulary,
-        method=None if method == AUTO else Method.parse(method),
+        method=None if not method or method == AUTO else Method.parse(method),
         positive_scales=positive_scales,
     )
 
 
 recipe = gathered("recipe", make_recipe, *recipe_options)
+DECIDING = ("method", "target_bpw", "target_size")  # parameters that take the place of an effort
+
+
+def make_effort(effort: str | None) -> str | None:
+    """The effort that decides; None where a method or a target is named.
+
+    Raises:
+        click.UsageError: it is named as well.
+    """
+    context = click.get_current_context()
+    for name in DECIDING:
+        source = context.get_parameter_source(name)
+        if source in (None, ParameterSource.DEFAULT):
+            continue
+        if effort is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"--effort has no effect with {option}, which takes its place.")
+        return None
+    return effort or "default"
+
+
+effort = gathered(
+    "effort",
+    make_effort,
+    click.option(
+        "--effort",
+        type=click.Choice(("low", "default", "high")),
+        show_default="default, unless --method or a target decides",
+        help="Method, and bits chosen by what they cost at the bytes of INT4, that some time buys: "
+        "low rounds to nearest and reads no text; default takes the best within an hour on a CPU, "
+        "ten minutes on a GPU; high the best there is. `plan` says which, and how long.",
+    ),
+)
 
 
 def text_option(

@@ -12,6 +12,7 @@ from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
     from lowbit.convert.budget.target import TargetRequest
+    from lowbit.convert.plan.effort import Effort
     from lowbit.convert.plan.recipe import Recipe
     from lowbit.convert.quantize.session import CalibrationRequest
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 )
 @options.source
 @options.recipe
+@options.effort
 @options.shard_option()
 @options.revision
 @target_options
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 def plan(
     source: str,
     recipe: "Recipe",
+    effort: "Effort | None",
     target: "TargetRequest | None",
     calibration: "CalibrationRequest",
     device: str,
@@ -59,7 +62,9 @@ def plan(
     from lowbit.formats.hub.locate import locate
     from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
-    request = Request(recipe, target, calibration, device=device, max_shard_bytes=max_shard_bytes)
+    request = Request(
+        recipe, target, effort, calibration, device=device, max_shard_bytes=max_shard_bytes
+    )
     checkpoint, files = open_headers(source, revision)
     with progress_bars(quiet=as_json) as progress:
         if target is not None:  # it reads weights

@@ -17,6 +17,7 @@ from lowbit.formats.shell.output import note, print_json
 if TYPE_CHECKING:
     from lowbit.convert.budget.target import TargetRequest
     from lowbit.convert.measure.gate import Condition
+    from lowbit.convert.plan.effort import Effort
     from lowbit.convert.plan.method import Method
     from lowbit.convert.plan.recipe import Recipe
     from lowbit.convert.publish.upload import Statement
@@ -43,7 +44,7 @@ def make_publication(
     epilog="""\b
     Examples:
       lowbit-convert Qwen/Qwen3-8B qwen3-8b-int4
-      lowbit-convert Qwen/Qwen3-8B qwen3-8b-best --method gptq+autoround --report
+      lowbit-convert Qwen/Qwen3-8B qwen3-8b-best --effort high --report
       lowbit-convert Qwen/Qwen3-8B qwen3-8b-6bit --target-bpw 6
       lowbit-convert Qwen/Qwen3.5-0.8B small --keep-vocabulary 65536
     """,
@@ -51,6 +52,7 @@ def make_publication(
 @options.source
 @options.out
 @options.recipe
+@options.effort
 @options.shard_option()
 @options.revision
 @target_options
@@ -94,6 +96,7 @@ def quantize(
     source: str,
     out: Path,
     recipe: "Recipe",
+    effort: "Effort | None",
     target: "TargetRequest | None",
     calibration: "CalibrationRequest",
     keep_vocabulary: int | Path | None,
@@ -146,6 +149,7 @@ def quantize(
     request = Request(
         recipe=recipe,
         target=target,
+        effort=effort,
         calibration=calibration,
         vocabulary=cut,
         report=ReportRequest(texts, gate, activations),

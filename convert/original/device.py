@@ -21,6 +21,15 @@ def open_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def device_name(device: torch.device) -> str:
+    """`an NVIDIA H200`, or `2 cores`."""
+    if device.type == "cpu":
+        cores = torch.get_num_threads()
+        return "1 core" if cores == 1 else f"{cores} cores"
+    name = torch.cuda.get_device_name(device)
+    return f"{'an' if name.startswith('NVIDIA') else 'a'} {name}"
+
+
 @contextmanager
 def tensor_cores(device: torch.device) -> Iterator[None]:
     """Multiply on tensor cores: operands keep 10 bits of mantissa, sums are FP32 (TF32).

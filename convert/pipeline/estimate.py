@@ -28,6 +28,7 @@ from lowbit.convert.plan.choice_of_method import (
     needs_no_calibration,
     unmeasured_rotation,
 )
+from lowbit.convert.plan.effort import EffortPlan
 from lowbit.convert.plan.memory import Memory, block_elements, calibration_memory, peak_estimate
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.plan import MethodChooser, Plan
@@ -48,6 +49,7 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 
+DRAFTER = "it is a drafter"  # reason why nothing is calibrated
 BYTES_A_TOKEN = 3.7  # of the bundled text, by Qwen's tokenizer
 
 
@@ -70,6 +72,7 @@ class Estimate:
     costs: tuple[MethodCost, ...]  # of `methods`, and of the plan's own where it is none of them
     obstacle: str | None  # reason why `auto` does not rotate the checkpoint; None where it does
     choice: TargetChoice | None = None  # bits chosen for a target; None where the recipe gives them
+    effort: EffortPlan | None = None  # that chose the method; None where it was named, or by `auto`
 
     @property
     def method(self) -> Method:
@@ -108,6 +111,7 @@ def estimate(
     device: torch.device,
     request: CalibrationRequest,
     choice: TargetChoice | None = None,
+    effort: EffortPlan | None = None,
 ) -> Estimate:
     """Time and memory of a planned conversion."""
     sizes, used = source.sizes, plan.method
@@ -115,9 +119,9 @@ def estimate(
     if sizes.block_drafts is not None:  # it is rounded to nearest
         seconds = _rounding_seconds(sum(plan.parameters.values()), device.type)
         rounded = MethodCost(used, seconds, None)
-        return Estimate(plan, device, windows, (rounded,), "it is a drafter", choice)
+        return Estimate(plan, device, windows, (rounded,), DRAFTER, choice, effort)
     shapes = shapes_of(source.config, plan.schemes, source.tensors)
-    obstacle = _obstacle(source, plan.schemes, plan.written)
+    obstacle = obstacle_of(source, plan.schemes, plan.written)
     rate = matmul_rate(device, *shapes.largest)
     weights = shapes.weights + shapes.vocabulary * shapes.hidden
     rounding = _rounding_seconds(weights, device.type)
@@ -133,7 +137,7 @@ def estimate(
     shown = methods(obstacle is None, sizes.experts is not None)
     others = () if used in shown else (used,)
     costs = tuple(cost(method) for method in (*shown, *others))
-    return Estimate(plan, device, windows, costs, obstacle, choice)
+    return Estimate(plan, device, windows, costs, obstacle, choice, effort)
 
 
 def method_chooser(
@@ -152,14 +156,14 @@ def method_chooser(
             device.type,
             calibration_flops(shapes, GPTQ, windows),
             core_count(),
-            _obstacle(source, schemes, written) is None,
+            obstacle_of(source, schemes, written) is None,
             sizes.experts is not None,
         )
 
     return choose
 
 
-def _obstacle(
+def obstacle_of(
     source: Checkpoint, schemes: Mapping[str, Scheme | None], written: Collection[str]
 ) -> str | None:
     """Reason why `auto` does not rotate; None where it does."""

@@ -8,6 +8,9 @@ the decoder's layers:
     moments     4 K^2 T             gptq: E[x x^T] and E[x~ x^T] of every input of K values
     solve       SOLVE N K^2         gptq: factor, codes, scales and sweeps of a linear [N, K]
     autoround   6 W B STEPS         forward and backward, STEPS batches of B tokens a layer
+    costs       W t SETS            measured: each of SETS variants passes half of the layers on
+                                    average, with t tokens, and the head: 2 V h t (SETS + 1)
+    estimates   2 (6 W + 8 V h) t   of costs: one pass forward and one backward
 
 They run at SHARE of the rate of plain matrix products; the rest is attention, norms, columns of
 codes chosen one by one, and reading weights.
@@ -43,6 +46,9 @@ SHARE = {"cpu": 0.6, "cuda": 0.6}  # of the rate of plain products, which is mea
 # and core: SmolLM2-135M's 45e12 in 7.5 min on two cores of an EPYC with AVX-512. Constant, so that
 # one command chooses one method on one machine.
 CORE_RATE = 50e9
+# The same for each of the 132 multiprocessors of an H200: gptq+rotate of Coder-1.5B is 1.5e15 in
+# 75 s, of an 8B 6.7e15 in 125 s, each beside the rounding.
+MULTIPROCESSOR_RATE = 3e11
 # Weights that are read, rounded to nearest and written in a second: Qwen3-1.7B in 27 s on two of
 # the cores, Qwen3-8B in 41 s with an H200.
 ROUNDED = {"cpu": 32e6, "cuda": 200e6}  # on a CPU for each core
@@ -140,6 +146,28 @@ def calibration_flops(shapes: Shapes, method: Method, windows: Windows) -> float
     if method.autoround:
         flops += 6.0 * W * STEP_TOKENS * AUTOROUND_STEPS
     return flops
+
+
+def costs_flops(shapes: Shapes, sets: int, learned: Windows, measured: Windows) -> float:
+    """Floating-point operations of measuring the cost of every fused set, the head's included."""
+    passes = shapes.active * measured.tokens * sets
+    head = 2.0 * shapes.vocabulary * shapes.hidden * measured.tokens * (sets + 1)
+    return passes + head + calibration_flops(shapes, Method("gptq"), learned)
+
+
+def estimates_flops(shapes: Shapes, measured: Windows) -> float:
+    """Floating-point operations of estimating the cost of every fused set."""
+    head = shapes.vocabulary * shapes.hidden
+    return 2.0 * measured.tokens * (6 * shapes.active + 8 * head)
+
+
+def operations_a_second(device: str, units: int) -> float:
+    """Operations a second of a calibration by the constants of two machines.
+
+    Args:
+        units: cores of a CPU, multiprocessors of a GPU.
+    """
+    return units * (CORE_RATE if device == "cpu" else MULTIPROCESSOR_RATE)
 
 
 def calibration_seconds(

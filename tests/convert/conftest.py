@@ -185,7 +185,7 @@ def rounding(*arguments: str | Path) -> list[str]:
     other = set(main.commands) - {"quantize"}
     if not arguments or str(arguments[0]) in other or "--help" in given:
         return []
-    options = {"--method": "rtn", "--device": "cpu"}
+    options = {"--device": "cpu"} | ({} if "--effort" in given else {"--method": "rtn"})
     return [part for name, value in options.items() if name not in given for part in (name, value)]
 
 

@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lowbit.convert.cli.tables import target
+from lowbit.convert.original.device import device_name
+from lowbit.convert.pipeline.effort import effort_line
 from lowbit.convert.pipeline.estimate import Estimate, peak_ram, run_memory
 from lowbit.convert.pipeline.predicted_size import PredictedSizes
 from lowbit.convert.plan.compatibility import (
@@ -23,6 +25,7 @@ from lowbit.convert.plan.compatibility import (
     use_by_vllm,
     vllm_verdict,
 )
+from lowbit.convert.plan.effort import EffortPlan
 from lowbit.convert.plan.plan import Plan, TensorPlan
 from lowbit.convert.report.formatting import size
 from lowbit.formats.architectures import Part, part_of
@@ -79,6 +82,9 @@ def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
         if sentence is not None:
             console.print(sentence)
     console.print(f"peak RAM of the conversion: at most {size(peak_ram(made, ahead.device))}")
+    if ahead.effort is not None:
+        for sentence in effort_lines(ahead.effort):
+            console.print(sentence)
     console.print(methods(ahead))
     run = run_memory(made)
     images = f"; {size(run.vision_bytes)} more for images, and room for one"
@@ -158,6 +164,7 @@ def plan_json(source: str, ahead: Estimate, sizes: PredictedSizes) -> dict[str, 
         "draft_rows": made.draft_rows,
         "draft_bytes": made.draft_bytes,
         "peak_ram_bytes": peak_ram(made, ahead.device),
+        "effort": effort_json(ahead.effort),
         "estimate": methods_json(ahead),
         "smaller_groups": smaller_groups(made),
         "few_bits": few_bits(made),
@@ -236,7 +243,8 @@ def announce(ahead: Estimate) -> None:
     """Note the bits chosen for a target, the method, where it computes and how long."""
     if ahead.choice is not None:
         target.choice(ahead.choice)
-    note(method_line(ahead))
+    if ahead.effort is None:  # else it was told before bits were chosen
+        note(method_line(ahead))
     if ahead.obstacle is not None and ahead.method.codes == "gptq" and not ahead.method.rotate:
         note(f"not rotated: {ahead.obstacle}")
     tokens = ahead.windows.count * ahead.windows.length
@@ -249,6 +257,41 @@ def announce(ahead: Estimate) -> None:
             note(sentence)
 
 
+def effort_lines(made: EffortPlan) -> list[str]:
+    """The way of an effort, and what becomes of the bits."""
+    lines = [effort_line(made)]
+    if made.way.costs is not None:
+        lines.append(
+            "bits are chosen when it begins: 4 or 8, in groups of 32, 64 or 128, one scheme for q, "
+            "k and v and one for gate and up, as vLLM loads them; --method keeps the bits above"
+        )
+    elif made.fixed_bits is not None:
+        lines.append(f"bits are not chosen by costs: {made.fixed_bits}")
+    return lines
+
+
+def effort_json(made: EffortPlan | None) -> dict[str, Any] | None:
+    """Part of the object of `plan --json`."""
+    if made is None:
+        return None
+    better = made.better
+    return {
+        "effort": made.effort,
+        "method": str(made.way.method),
+        "costs": made.way.costs,
+        "seconds": made.seconds,
+        "reason": made.reason,
+        "fixed_bits": made.fixed_bits,
+        "high": None
+        if better is None
+        else {
+            "method": str(better.method),
+            "costs": better.costs,
+            "seconds": made.better_seconds,
+        },
+    }
+
+
 def method_line(ahead: Estimate) -> str:
     """Method, device, time, and what the next better method would bring."""
     line = f"{ahead.method} on {device_name(ahead.device)}, {about(ahead.of(ahead.method).seconds)}"
@@ -257,15 +300,6 @@ def method_line(ahead: Estimate) -> str:
         return line
     better = about(ahead.of(gain.method).seconds)
     return f"{line}; --method {gain.method}: {better}, {gain.words}"
-
-
-def device_name(device: torch.device) -> str:
-    """`an NVIDIA H200`, or `2 cores`."""
-    if device.type == "cpu":
-        cores = torch.get_num_threads()
-        return "1 core" if cores == 1 else f"{cores} cores"
-    name = torch.cuda.get_device_name(device)
-    return f"{'an' if name.startswith('NVIDIA') else 'a'} {name}"
 
 
 def methods(ahead: Estimate) -> Table:

@@ -1,4 +1,4 @@
-"""Conversions without --method: what is chosen, said, recorded, taken up again and refused."""
+"""Conversions by `--method auto`: what is chosen, said, recorded, taken up again and refused."""
 
 import json
 import shutil
@@ -24,6 +24,7 @@ from tests.convert.fixture_types import Cli, MakeModel
 
 STORY = "Once upon a time there was a little robot who lived in a big house. " * 20
 CPU = ("--device", "cpu")
+AUTO = ("--method", "auto", *CPU)
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +61,13 @@ def test_the_chosen_method_is_said_recorded_and_verified(
     cli_as_typed: Cli, source: Path, tmp_path: Path, text: tuple[str, ...]
 ) -> None:
     out = tmp_path / "out"
-    done = succeeded(cli_as_typed(source, out, *text, *CPU))
+    done = succeeded(cli_as_typed(source, out, *text, *AUTO))
     assert done.stderr.splitlines()[0] == "gptq+rotate on 1 core, a few seconds"
     assert method_of(out) == "gptq+rotate"
     assert " --method gptq+rotate " in json.loads((out / "quality.json").read_text())["command"]
     verified = succeeded(cli_as_typed("verify", out, "--source", source, *text[:2]))
     assert "every byte follows from the source and the recipe" in verified.stdout
-    again = cli_as_typed(source, out, *text, *CPU, "--overwrite", "--json")
+    again = cli_as_typed(source, out, *text, *AUTO, "--overwrite", "--json")
     assert json.loads(succeeded(again).stdout)["method"] == "gptq+rotate"
 
 
@@ -74,7 +75,7 @@ def test_the_chosen_method_is_said_recorded_and_verified(
 def test_a_slow_cpu_gets_the_quicker_method(
     cli_as_typed: Cli, source: Path, tmp_path: Path, text: tuple[str, ...]
 ) -> None:
-    done = succeeded(cli_as_typed(source, tmp_path / "out", *text, *CPU))
+    done = succeeded(cli_as_typed(source, tmp_path / "out", *text, *AUTO))
     assert done.stderr.startswith("weighted on 1 core, ")
     assert "; --method gptq+rotate: " in done.stderr
     assert method_of(tmp_path / "out") == "weighted"
@@ -84,7 +85,7 @@ def test_a_slow_cpu_gets_the_quicker_method(
 def test_a_head_that_stays_the_embedding_is_not_rotated(
     cli_as_typed: Cli, short: Path, tmp_path: Path, text: tuple[str, ...]
 ) -> None:
-    done = succeeded(cli_as_typed(short, tmp_path / "out", *text, *CPU, "--lm-head", "bf16"))
+    done = succeeded(cli_as_typed(short, tmp_path / "out", *text, *AUTO, "--lm-head", "bf16"))
     first, second = done.stderr.splitlines()[:2]
     assert first.startswith("gptq on 1 core, ")
     assert "; --method gptq+autoround: " in first
@@ -110,7 +111,7 @@ def test_a_model_that_is_rotated_because_asked_for_is_not_called_unrotated(
 
 
 def test_eight_bits_are_rounded(cli_as_typed: Cli, source: Path, tmp_path: Path) -> None:
-    done = succeeded(cli_as_typed(source, tmp_path / "out", "--recipe", "int8", *CPU))
+    done = succeeded(cli_as_typed(source, tmp_path / "out", "--recipe", "int8", *AUTO))
     assert done.stderr.splitlines()[0] == "rtn on 1 core, a few seconds"
     assert method_of(tmp_path / "out") == "rtn"
 
@@ -121,7 +122,7 @@ def test_the_choice_does_not_depend_on_a_measured_speed(
     chosen = {}
     for rate in (1e3, 1e15):
         monkeypatch.setattr(estimate, "matmul_rate", lambda *_, rate=rate: rate)
-        found = json.loads(succeeded(cli_as_typed("plan", source, *CPU, "--json")).stdout)
+        found = json.loads(succeeded(cli_as_typed("plan", source, *AUTO, "--json")).stdout)
         seconds = {row["method"]: row["seconds"] for row in found["estimate"]["methods"]}
         chosen[found["recipe"]["method"]] = seconds["gptq+rotate"]
     assert list(chosen) == ["gptq+rotate"]
@@ -131,7 +132,7 @@ def test_the_choice_does_not_depend_on_a_measured_speed(
 def test_python_chooses_what_the_command_does(
     cli_as_typed: Cli, source: Path, tmp_path: Path, text: tuple[str, ...]
 ) -> None:
-    succeeded(cli_as_typed(source, tmp_path / "command", *text, *CPU))
+    succeeded(cli_as_typed(source, tmp_path / "command", *text, *AUTO))
     request = CalibrationRequest(source.with_name("story.txt"), samples=2, length=32)
     done = convert(source, tmp_path / "python", calibration=request)
     assert str(done.plan.method) == "gptq+rotate"
@@ -146,7 +147,7 @@ def test_an_original_that_cannot_be_run(
     cli_as_typed: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transformers.CONFIG_MAPPING", {})
-    done = cli_as_typed(source, tmp_path / "out")
+    done = cli_as_typed(source, tmp_path / "out", *AUTO)
     assert done.exit_code == 1
     assert "does not know model_type `qwen3`" in done.stderr
     assert "hint: --method rtn converts without running the original" in done.stderr
@@ -155,7 +156,7 @@ def test_an_original_that_cannot_be_run(
 
 
 def test_a_folder_without_tokenizer(cli_as_typed: Cli, small: Path, tmp_path: Path) -> None:
-    done = cli_as_typed(small, tmp_path / "out")
+    done = cli_as_typed(small, tmp_path / "out", *AUTO)
     assert done.exit_code == 1
     assert f"`{small}` has no tokenizer.json, which calibration needs" in done.stderr
     assert "hint: --method rtn converts" in done.stderr
@@ -174,7 +175,7 @@ def test_a_calibration_that_does_not_fit_is_refused_before_it_begins(
 
 
 def test_a_plan_shows_every_method(cli_as_typed: Cli, source: Path) -> None:
-    found = json.loads(succeeded(cli_as_typed("plan", source, *CPU, "--json")).stdout)
+    found = json.loads(succeeded(cli_as_typed("plan", source, *AUTO, "--json")).stdout)
     assert found["recipe"]["method"] == "gptq+rotate"
     rows = {row["method"]: row for row in found["estimate"]["methods"]}
     assert list(rows) == ["rtn", "weighted", "gptq+rotate", "gptq+rotate+autoround"]

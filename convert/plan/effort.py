@@ -1,0 +1,210 @@
+"""Choose a method, and how bits are chosen, by `--effort`: the best that some minutes buy.
+
+    low       round-to-nearest, which reads no text
+    default   the best that takes an hour on a CPU, or ten minutes on a GPU, and fits the memory
+    high      the best that fits the memory
+
+Ways to convert, best first, by the mean KL on WikiText of SmolLM2-135M, Qwen2.5-Coder-0.5B and
+-1.5B at the bytes of INT4 with an INT8 head (BENCHMARKS.md): bits by measured costs and autoround;
+bits by measured costs (.073 .019 .029); by estimated ones, whose costs sum to a twentieth more;
+uniform bits by `gptq+rotate` (.103 .042 .046), by `weighted` (.243 .161 .097; estimated costs take
+an eighth off the first), by `rtn` (.427 .219 .145). On a GPU `default` never falls below `gptq`,
+however long that takes.
+
+The choice is by rates that are constants, so that a command chooses the same on the same machine.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from lowbit.convert.plan.calibration_cost import (
+    AUTOROUND_STEPS,
+    ROUNDED,
+    Shapes,
+    Windows,
+    calibration_flops,
+    costs_flops,
+    estimates_flops,
+    operations_a_second,
+)
+from lowbit.convert.plan.choice_of_method import GPTQ, WEIGHTED, WITH_EXPERTS, best_gptq
+from lowbit.convert.plan.method import RTN, Method
+from lowbit.formats.errors import QuantizationError
+
+Effort = Literal["low", "default", "high"]
+Costs = Literal["measured", "estimated"]
+
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
+LIMITS = {"cpu": 3600.0, "cuda": 600.0}  # seconds that `default` takes at most
+LIMIT_WORDS = {"cpu": "an hour", "cuda": "ten minutes"}
+# Weights of the layers below which `default` leaves autoround out. Its gain is measured from 106
+# million on, and a model of a few million would take minutes for it.
+AUTOROUND_WEIGHTS = 100_000_000
+# Seconds of a step of autoround on a GPU at least, by the launches of its kernels: SmolLM2-135M
+# takes 99 s for 30 layers on an H200, Coder-0.5B 87 s for 24.
+STEP_SECONDS = {"cpu": 0.0, "cuda": 0.016}
+START_SECONDS = {"cpu": 5.0, "cuda": 15.0}  # of imports and first kernels, where a text is read
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A method and the costs by which bits are chosen at the recipe's bytes."""
+
+    method: Method
+    costs: Costs | None = None  # None where the bits are those of the recipe
+
+    def __str__(self) -> str:
+        """`gptq+rotate, bits by measured costs`."""
+        return f"{self.method}, bits by {self.costs} costs" if self.costs else str(self.method)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts about a model, a text and a machine that decide."""
+
+    device: str  # `cpu` or `cuda`
+    units: int  # cores of a CPU, multiprocessors of a GPU
+    shapes: Shapes
+    sets: int  # fused sets of the model, the head's included
+    windows: Windows  # of the calibration text
+    learned: Windows  # that costs are learned from
+    measured: Windows  # that costs are measured on
+    estimated: Windows  # that costs are estimated on
+    rotatable: bool  # the checkpoint can be rotated, and gains by it
+    uncalibrated: str | None = None  # reason why no method is worth a text; None where one is
+    fixed_bits: str | None = None  # reason why the bits stay those of the recipe
+
+
+@dataclass(frozen=True, slots=True)
+class EffortPlan:
+    """The way that an effort stands for."""
+
+    effort: Effort
+    way: Way
+    seconds: float  # of the whole conversion, the measurement of costs included
+    reason: str
+    fixed_bits: str | None = None  # reason why the bits stay those of the recipe, where they do
+    better: Way | None = None  # a better way that `high` takes
+    better_seconds: float = 0.0
+
+
+def parse_effort(text: str) -> Effort:
+    """Read the name of an effort.
+
+    Raises:
+        QuantizationError: it is none.
+    """
+    for effort in EFFORTS:
+        if text == effort:
+            return effort
+    raise QuantizationError(
+        f"effort `{text}` is not known", hint=f"known: {', '.join(EFFORTS)}; or name a method"
+    )
+
+
+def ways(facts: Facts) -> tuple[Way, ...]:
+    """All ways that a model has, best first; the last one reads no text."""
+    if facts.uncalibrated is not None:
+        return (Way(RTN),)
+    if facts.shapes.routed:
+        return tuple(Way(method) for method in reversed(WITH_EXPERTS))
+    best = best_gptq(facts.rotatable)
+    learned = replace(best, autoround=True)
+    if facts.fixed_bits is not None:
+        return Way(learned), Way(best), Way(WEIGHTED), Way(RTN)
+    return (
+        Way(learned, "measured"),
+        Way(learned, "estimated"),
+        Way(best, "measured"),
+        Way(best, "estimated"),
+        Way(best),
+        Way(WEIGHTED, "estimated"),
+        Way(WEIGHTED),
+        Way(RTN),
+    )
+
+
+def way_flops(facts: Facts, way: Way) -> float:
+    """Floating-point operations of a way, its rounding to nearest aside."""
+    if way.method == RTN:
+        return 0.0
+    flops = calibration_flops(facts.shapes, way.method, facts.windows)
+    if way.costs == "measured":
+        flops += costs_flops(facts.shapes, facts.sets, facts.learned, facts.measured)
+    if way.costs == "estimated":
+        flops += estimates_flops(facts.shapes, facts.estimated)
+    return flops
+
+
+def way_seconds(facts: Facts, way: Way) -> float:
+    """Expected time of a whole conversion."""
+    shapes, device = facts.shapes, facts.device
+    weights = shapes.weights + shapes.vocabulary * shapes.hidden
+    rounding = weights / (ROUNDED[device] * (facts.units if device == "cpu" else 1))
+    rate = operations_a_second(device, facts.units)
+    if way.method != RTN:
+        rounding += START_SECONDS[device]
+    seconds = rounding + way_flops(facts, way) / rate
+    if way.method.autoround:
+        alone = way_flops(facts, replace(way, method=replace(way.method, autoround=False))) / rate
+        steps = STEP_SECONDS[device] * AUTOROUND_STEPS * len(shapes.layers)
+        seconds = max(seconds, rounding + alone + steps)
+    return seconds
+
+
+def choose_way(
+    effort: Effort, facts: Facts, fits: Callable[[Way], bool], machine: str
+) -> EffortPlan:
+    """Choose the best way that an effort allows.
+
+    Args:
+        fits: tells if a way fits the memory; asked of ways that read a text.
+        machine: `2 cores`, for the reason.
+    """
+    possible = [way for way in ways(facts) if way.method == RTN or fits(way)]
+    allowed = [way for way in possible if _allowed(effort, facts, way)]
+    way, best = allowed[0], possible[0]
+    better = None if way == best else best
+    return EffortPlan(
+        effort,
+        way,
+        way_seconds(facts, way),
+        _reason(effort, facts, way, best, machine),
+        fixed_bits=facts.fixed_bits if way.method != RTN else None,
+        better=better,
+        better_seconds=0.0 if better is None else way_seconds(facts, better),
+    )
+
+
+def _allowed(effort: Effort, facts: Facts, way: Way) -> bool:
+    """Tell whether an effort takes so long for a way; round-to-nearest is always allowed."""
+    if way.method == RTN or effort == "high":
+        return True
+    if effort == "low":
+        return False
+    if way.method.autoround and facts.shapes.weights < AUTOROUND_WEIGHTS:
+        return False
+    plain = way.method.codes == GPTQ.codes and not way.method.autoround
+    if facts.device == "cuda" and plain and way.costs != "measured":
+        return True
+    return way_seconds(facts, way) <= LIMITS[facts.device]
+
+
+def _reason(effort: Effort, facts: Facts, way: Way, best: Way, machine: str) -> str:
+    """Reason for a way, given the best one that fits the memory."""
+    if facts.uncalibrated is not None:
+        return facts.uncalibrated
+    if effort == "low":
+        return "it reads no text"
+    first = ways(facts)[0]
+    if way == best != first:
+        return f"the memory is too small for {first}"
+    if way == best:
+        return "the best there is"
+    plain = replace(best, method=replace(best.method, autoround=False))
+    if way == plain and facts.shapes.weights < AUTOROUND_WEIGHTS:
+        return "autoround is measured on larger models alone"
+    if facts.device == "cuda" and way_seconds(facts, way) > LIMITS["cuda"]:
+        return f"no less than {GPTQ} on {machine}"
+    return f"the best within {LIMIT_WORDS[facts.device]} on {machine}"

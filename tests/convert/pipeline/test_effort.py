@@ -1,0 +1,189 @@
+"""Conversions by an effort: the same as by its options, its line, and what it refuses."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+
+from lowbit.convert import Request
+from lowbit.convert.original.device import device_name
+from lowbit.convert.pipeline.effort import effort_line, plan_effort
+from lowbit.convert.plan import effort as limits
+from lowbit.convert.plan import memory
+from lowbit.convert.plan.method import Method
+from lowbit.convert.plan.plan import make_plan
+from lowbit.convert.plan.recipe import Override, Recipe
+from lowbit.convert.quantize.session import CalibrationRequest
+from lowbit.formats.errors import CheckpointError, QuantizationError
+from lowbit.formats.layout.manifest import read_manifest
+from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.conversions import convert
+from tests.convert.fixture_types import Cli, MakeModel
+
+STORY = "Once upon a time there was a little robot who lived in a big house. " * 8
+CPU = ("--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel, tiny: Path) -> Path:
+    folder = tmp_path_factory.mktemp("effort")
+    made = make_model(folder / "source", num_hidden_layers=1, vocab_size=4096)
+    shutil.copy(tiny / "tokenizer.json", made)
+    (folder / "story.txt").write_text(STORY)
+    return made
+
+
+@pytest.fixture
+def text(source: Path) -> CalibrationRequest:
+    return CalibrationRequest(source.with_name("story.txt"), samples=2, length=32)
+
+
+def planned(source: Path, **changed: Any) -> Any:
+    recipe = Recipe(method=None, **changed)
+    checkpoint = open_checkpoint(source)
+    cpu = torch.device("cpu")
+    return plan_effort("default", checkpoint, recipe, CalibrationRequest(), cpu)
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_default_is_what_its_options_make(
+    source: Path, tmp_path: Path, text: CalibrationRequest
+) -> None:
+    said: list[str] = []
+    made = convert(
+        *(source, tmp_path / "default"), calibration=text, effort="default", note=said.append
+    )
+    recipe = made.plan.recipe
+    assert said[0].startswith("effort default: gptq+rotate, bits by measured costs at the bytes of")
+    assert said[1].startswith("measuring the sensitivity of 5 sets")
+    assert str(recipe.method) == "gptq+rotate"
+    assert recipe.overrides
+    by_hand = Recipe(method=Method("gptq", rotate=True), overrides=recipe.overrides)
+    convert(source, tmp_path / "by hand", by_hand, calibration=text)
+    for name in ("model.safetensors", "lowbit.json", "config.json"):
+        here, there = (tmp_path / way / name for way in ("default", "by hand"))
+        assert here.read_bytes() == there.read_bytes()
+    checkpoint = open_checkpoint(source)
+    uniform = make_plan(checkpoint.config, checkpoint.tensors, replace(by_hand, overrides=()))
+    size = (tmp_path / "default" / "model.safetensors").stat().st_size
+    assert size == made.plan.output_bytes <= uniform.output_bytes
+    assert made.plan.schemes["lm_head"] is not None
+
+
+def test_low_rounds_to_nearest(source: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    convert(source, tmp_path / "low", effort="low", note=said.append)
+    convert(source, tmp_path / "rtn", Recipe())
+    assert said[0].startswith("effort low: rtn, a few seconds (it reads no text); --effort high: ")
+    for name in ("model.safetensors", "lowbit.json"):
+        assert (tmp_path / "low" / name).read_bytes() == (tmp_path / "rtn" / name).read_bytes()
+
+
+def test_a_method_takes_the_place_of_an_effort(source: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    convert(source, tmp_path / "out", Recipe(), effort="high", note=said.append)
+    assert said == []
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None
+    assert manifest.recipe["method"] == "rtn"
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"overrides": (Override("*.down_proj", 8),)}, "--bits gives them"),
+        ({"group_size": 64}, "--group-size gives the groups"),
+        ({"base": "int3"}, "--recipe int3 gives them"),
+    ],
+)
+def test_bits_that_are_given_stay(source: Path, changed: dict[str, Any], reason: str) -> None:
+    made = planned(source, **changed)
+    assert (str(made.way), made.fixed_bits) == ("gptq+rotate", reason)
+
+
+def test_a_head_that_is_given_leaves_the_rest_to_choose(source: Path) -> None:
+    assert str(planned(source, head="int4").way) == "gptq+rotate, bits by measured costs"
+
+
+def test_eight_bits_are_rounded(source: Path) -> None:
+    made = planned(source, base="int8")
+    assert (str(made.way), made.better, made.fixed_bits) == ("rtn", None, None)
+    assert "nothing to gain at 8 bits" in effort_line(made)
+
+
+def test_a_small_memory_takes_less(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 1_000_000)
+    made = planned(source)
+    assert str(made.way) == "rtn"
+    assert made.reason.startswith("the memory is too small for gptq+rotate+autoround, bits by")
+
+
+def test_what_is_left_out_is_named_with_its_time(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(limits.LIMITS, "cpu", 0.0)
+    line = effort_line(planned(source))
+    cores = device_name(torch.device("cpu"))
+    assert line.startswith(
+        f"effort default: rtn, a few seconds (the best within an hour on {cores})"
+    )
+    assert "; --effort high: gptq+rotate+autoround, bits by measured costs, about " in line
+
+
+def succeeded(done: Result) -> Result:
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def test_plan_shows_the_effort(cli_as_typed: Cli, source: Path) -> None:
+    shown = " ".join(succeeded(cli_as_typed("plan", source, *CPU)).stdout.split())
+    assert "effort default: gptq+rotate, bits by measured costs at the bytes of INT4, a" in shown
+    assert "one scheme for q, k and v and one for gate and up, as vLLM loads them" in shown
+    found = json.loads(succeeded(cli_as_typed("plan", source, *CPU, "--json")).stdout)
+    assert found["effort"]["costs"] == "measured"
+    assert found["effort"]["high"]["method"] == "gptq+rotate+autoround"
+    assert found["recipe"]["overrides"] == []
+    given = cli_as_typed("plan", source, *CPU, "--bits", "*.down_proj=8")
+    assert "bits are not chosen by costs: --bits gives them" in succeeded(given).stdout
+    named = succeeded(cli_as_typed("plan", source, *CPU, "--method", "gptq", "--json"))
+    assert json.loads(named.stdout)["effort"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--method", "rtn"), "--effort has no effect with --method"),
+        (("--method", "auto"), "--effort has no effect with --method"),
+        (("--target-bpw", "5"), "--effort has no effect with --target-bpw"),
+        (("--target-size", "1GB"), "--effort has no effect with --target-size"),
+        (("--effort", "medium"), "'medium' is not one of 'low', 'default', 'high'"),
+        (("--effort", ""), "'' is not one of"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "quantize"])
+def test_usage(
+    cli_as_typed: Cli, source: Path, tmp_path: Path, command: str, options: Any, message: str
+) -> None:
+    out = () if command == "plan" else (tmp_path / "out",)
+    done = cli_as_typed(command, source, *out, "--effort", "high", *options)
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_python_refuses_other_words(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(QuantizationError, match="effort `more` is not known"):
+        convert(source, tmp_path / "out", effort="more")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_original_without_tokenizer_is_refused(small: Path, tmp_path: Path) -> None:
+    assert Request().effort == "default"
+    with pytest.raises(CheckpointError, match=r"has no tokenizer.json, which calibration needs"):
+        convert(small, tmp_path / "out", effort="default")
+    assert not (tmp_path / "out").exists()
