@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from lowbit.formats.activation_modes import ACTIVATIONS
@@ -316,39 +315,6 @@ def make_recipe(
 
 
 recipe = gathered("recipe", make_recipe, *recipe_options)
-DECIDING = ("method", "target_bpw", "target_size")  # parameters that take the place of an effort
-
-
-def make_effort(effort: str | None) -> str | None:
-    """The effort that decides; None where a method or a target is named.
-
-    Raises:
-        click.UsageError: it is named as well.
-    """
-    context = click.get_current_context()
-    for name in DECIDING:
-        source = context.get_parameter_source(name)
-        if source in (None, ParameterSource.DEFAULT):
-            continue
-        if effort is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise click.UsageError(f"--effort has no effect with {option}, which takes its place.")
-        return None
-    return effort or "default"
-
-
-effort = gathered(
-    "effort",
-    make_effort,
-    click.option(
-        "--effort",
-        type=click.Choice(("low", "default", "high")),
-        show_default="default, unless --method or a target decides",
-        help="Method, and bits chosen by what they cost at the bytes of INT4, that some time buys: "
-        "low rounds to nearest and reads no text; default takes the best within an hour on a CPU, "
-        "ten minutes on a GPU; high the best there is. `plan` says which, and how long.",
-    ),
-)
 
 
 def text_option(

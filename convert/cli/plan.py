@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lowbit.convert.cli import options
+from lowbit.convert.cli.effort_option import effort_option
 from lowbit.convert.cli.target_options import target_options
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import json_option
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 )
 @options.source
 @options.recipe
-@options.effort
+@effort_option
 @options.shard_option()
 @options.revision
 @target_options

@@ -8,6 +8,7 @@ import click
 from click.core import ParameterSource
 
 from lowbit.convert.cli import options
+from lowbit.convert.cli.effort_option import effort_option
 from lowbit.convert.cli.target_options import target_options
 from lowbit.convert.cli.vocabulary_options import make_cut_request, vocabulary_options
 from lowbit.formats.shell.failure import reported
@@ -52,7 +53,7 @@ def make_publication(
 @options.source
 @options.out
 @options.recipe
-@options.effort
+@effort_option
 @options.shard_option()
 @options.revision
 @target_options

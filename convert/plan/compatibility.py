@@ -19,6 +19,11 @@ PACKED_DRAFTER = (
     "accept 1.00 token a round (its issue 39087), and vLLM has not been tried: give these the "
     "drafter in BF16"
 )
+SIGNED_SCALES = (
+    "scales may be negative, which weight-only kernels read as they are; vLLM's kernels with INT8 "
+    "activations (Marlin) read scales of groups as unsigned and give nonsense (vLLM issue 48905): "
+    "leave those off, or convert with --positive-scales"
+)
 QWEN3_5 = ("qwen3_5", "qwen3_5_moe")  # model types of the wrapped form
 QWEN3_5_TEXT = ("qwen3_5_text", "qwen3_5_moe_text")
 
@@ -42,6 +47,16 @@ class VllmUse:
 def packed_drafter(config: Mapping[str, Any], schemes: Iterable[Scheme | None]) -> str | None:
     """Sentence on engines that take a packed drafter; None for models and for one that is not."""
     return PACKED_DRAFTER if is_drafter(config) and any(schemes) else None
+
+
+def signed_scales(rule: str | None, schemes: Iterable[Scheme | None]) -> str | None:
+    """Warning of the paths of vLLM that misread negative scales of groups; None without such.
+
+    Args:
+        rule: by which scales were, or will be, chosen; None where that is not known.
+    """
+    grouped = any(scheme is not None and scheme.group_size is not None for scheme in schemes)
+    return SIGNED_SCALES if rule == "signed" and grouped else None
 
 
 def smaller_groups(plan: Plan) -> str | None:

@@ -5,7 +5,12 @@ from typing import Any
 
 from lowbit.convert.measure.pair import is_rotated
 from lowbit.convert.measure.record import QualityReport
-from lowbit.convert.plan.compatibility import packed_drafter, vllm_reasons, vllm_use
+from lowbit.convert.plan.compatibility import (
+    packed_drafter,
+    signed_scales,
+    vllm_reasons,
+    vllm_use,
+)
 from lowbit.convert.report import formatting
 from lowbit.convert.report.html import recipe_facts
 from lowbit.convert.report.linears import kinds
@@ -79,6 +84,9 @@ def _of_folder(packed: PackedCheckpoint) -> dict[str, Any]:
         "lowbit_run": next((why for s in schemes if (why := unserved(s, SERVED_BITS))), None),
         "vllm_use": vllm_use(
             config, packed.schemes.get("lm_head") is not None, bool(packed.carried)
+        ),
+        "signed_scales": signed_scales(
+            None if manifest is None else manifest.recipe.get("scales"), schemes
         ),
         "vision": bool(packed.carried),
         "tower": {

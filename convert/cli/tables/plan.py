@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-import torch
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +19,7 @@ from lowbit.convert.plan.compatibility import (
     one_scheme_misfits,
     packed_drafter,
     runtime_verdict,
+    signed_scales,
     smaller_groups,
     transformers_verdict,
     use_by_vllm,
@@ -113,6 +113,8 @@ def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
             console.print(styled(f"{engine}: ", ("cannot load the result", "bold red")))
         elif engine == "vLLM" and drafter is None:
             console.print(f"vLLM: can load the result {use_by_vllm(made)}".rstrip())
+            if warning := signed_scales(made.recipe.rule, made.schemes.values()):
+                console.print(f"! {warning}")
         for reason in reasons:
             console.print(f"  {reason}")
     if misfits := one_scheme_misfits(made):
@@ -175,6 +177,7 @@ def plan_json(source: str, ahead: Estimate, sizes: PredictedSizes) -> dict[str, 
             "reasons": reasons,
             "release": use.release,
             "options": list(use.options),
+            "warning": None if reasons else signed_scales(made.recipe.rule, made.schemes.values()),
         },
         "packed_drafter": drafter,
         "transformers": {"loads": wrong is None, "reason": wrong},

@@ -110,7 +110,9 @@ def test_plan(cli: "Cli", model: Path) -> None:
     assert (down["fate"], down["scheme"], down["shape"]) == ("quantized", "INT4 g128", [128, 256])
     assert down["output_bytes"] == 128 * 256 // 2 + 2 * 128 * 2 + 16
     assert all(file["size_bytes"] <= 200_000 for file in content["files"])
-    assert content["vllm"] == {"loads": True, "reasons": [], "release": "0.20", "options": []}
+    vllm = content["vllm"]
+    assert "leave those off, or convert with --positive-scales" in vllm.pop("warning")
+    assert vllm == {"loads": True, "reasons": [], "release": "0.20", "options": []}
     assert content["lowbit_run"] == {"serves": True, "reason": None}
     refused = parsed(cli("plan", model, "--json", "--bits", "*.o_proj=5"))["vllm"]
     assert (refused["loads"], refused["release"], refused["options"]) == (False, None, [])
@@ -125,7 +127,8 @@ def test_plan_for_people(cli: "Cli", model: Path, tiny: Path) -> None:
     assert "INT5 g128" in result.stdout
     untied = cli("plan", tiny).stdout
     assert "the head is untied" in untied
-    assert "vLLM: can load the result from 0.20 on (quantized lm_head)\n" in untied
+    assert "vLLM: can load the result from 0.20 on (quantized lm_head)\n! scales may be" in untied
+    assert "! scales" not in cli("plan", tiny, "--positive-scales").stdout
     assert "untied" not in cli("plan", tiny, "--lm-head", "bf16").stdout
 
 

@@ -1,9 +1,12 @@
 """`--effort`: the way that it stands for, by facts alone."""
 
 from dataclasses import replace
+from typing import Any
 
+import click
 import pytest
 
+from lowbit.convert.cli.quantize import quantize
 from lowbit.convert.plan.calibration_cost import Shapes, Windows
 from lowbit.convert.plan.effort import (
     EFFORTS,
@@ -47,7 +50,7 @@ MODELS = {
 }
 
 
-def facts(model: str, device: str = "cpu", units: int = 2, **changed: object) -> Facts:
+def facts(model: str, device: str = "cpu", units: int = 2, **changed: Any) -> Facts:
     made = MODELS[model]
     return replace(
         Facts(
@@ -61,7 +64,7 @@ def facts(model: str, device: str = "cpu", units: int = 2, **changed: object) ->
             estimated=Windows(8, 512),
             rotatable=True,
         ),
-        **changed,  # type: ignore[arg-type]
+        **changed,
     )
 
 
@@ -118,7 +121,7 @@ def test_low_reads_no_text_and_high_takes_the_best(model: str, device: str) -> N
         ({"shapes": replace(MODELS["tiny"], routed=True)}, "gptq", "gptq"),
     ],
 )
-def test_models_differ(changed: dict[str, object], default: str, high: str) -> None:
+def test_models_differ(changed: dict[str, Any], default: str, high: str) -> None:
     known = facts("tiny", **changed)
     assert chosen("default", known) == default
     assert chosen("high", known) == high
@@ -179,3 +182,9 @@ def test_other_words_are_refused(text: str) -> None:
     with pytest.raises(QuantizationError, match="is not known"):
         parse_effort(text)
     assert [parse_effort(word) for word in EFFORTS] == list(EFFORTS)
+
+
+def test_the_command_knows_every_effort() -> None:
+    option = next(option for option in quantize.params if option.name == "effort")
+    assert isinstance(option.type, click.Choice)
+    assert tuple(option.type.choices) == EFFORTS

@@ -103,6 +103,17 @@ def test_metadata() -> None:
     assert "TODO" not in card
 
 
+@pytest.mark.parametrize(
+    ("scales", "group", "warned"),
+    [("signed", 128, True), ("positive", 128, False), ("signed", None, False)],
+)
+def test_negative_scales_are_a_warning(scales: str, group: int | None, warned: bool) -> None:
+    made = manifest(None, recipe="int4", method="rtn", scales=scales)
+    card = render(None, packed({UP: Scheme(4, group)}, made))
+    assert ("read scales of groups as unsigned" in card) == warned
+    assert "vllm serve" in card
+
+
 def test_measured_quality_is_in_the_index() -> None:
     kinds = (
         TextKind("prose", "ab" * 32, 9, 3.286, 3.354, 0.018, 0.94, 0.2),
