@@ -266,7 +266,12 @@ def _planned(
         return plan_with(recipe), None
     bits, rule = target.bits, recipe.rule
     settings = Settings(
-        calibration.file, bits=bits, device=device.type, rule=rule, measured=measured
+        calibration.file,
+        bits=bits,
+        device=device.type,
+        rule=rule,
+        measured=measured,
+        must_keep=made is None,
     )
     texts = PlannedTexts(calibration, request.draft_text)
 

@@ -73,6 +73,7 @@ class Settings:
     method: Method = RTN  # of the conversion
     # Whether costs are measured where they can be; None to estimate what takes a CPU long.
     measured: bool | None = None
+    must_keep: bool = True  # refuse, before the work, a cache that cannot be written
 
     def measures(self, config: Mapping[str, Any]) -> bool:
         """True where costs are measured, not estimated: unasked, on a CPU, of small models alone.
@@ -131,11 +132,8 @@ def find_or_estimate(
     if kept is not None and not bits:
         return CachedSensitivities(kept, path, is_new=False)
     choices = choices_of(sets, settings.groups, sorted(bits))
-    try:
-        check_file(path)
-    except ResourceError as error:
-        hint = "set XDG_CACHE_HOME to a folder that can be written to"
-        raise ResourceError(str(error), hint=hint) from error
+    if settings.must_keep:
+        _check_cache(path)
     head = sum(fused.layer is None for fused, _ in choices)
     threads = torch.get_num_threads()
     measured, length = windows[1].shape
@@ -157,6 +155,15 @@ def find_or_estimate(
     sensitivities = Sensitivities(**identity, device=device.type, rows=_joined(sets, known, rows))
     failure = attempt(lambda: write_file(path, sensitivities.to_bytes()))
     return CachedSensitivities(sensitivities, path, is_new=True, failure=failure)
+
+
+def _check_cache(path: Path) -> None:
+    """Refuse a file of the cache that cannot be written."""
+    try:
+        check_file(path)
+    except ResourceError as error:
+        hint = "set XDG_CACHE_HOME to a folder that can be written to"
+        raise ResourceError(str(error), hint=hint) from error
 
 
 def _kept(path: Path, identity: Mapping[str, Any], note: Note | None) -> Sensitivities | None:

@@ -11,6 +11,7 @@ import torch
 from click.testing import Result
 
 from lowbit.convert import Request
+from lowbit.convert.budget import lookup
 from lowbit.convert.original.device import device_name
 from lowbit.convert.pipeline.effort import effort_line, plan_effort
 from lowbit.convert.plan import effort as limits
@@ -73,6 +74,20 @@ def test_the_default_is_what_its_options_make(
     size = (tmp_path / "default" / "model.safetensors").stat().st_size
     assert size == made.plan.output_bytes <= uniform.output_bytes
     assert made.plan.schemes["lm_head"] is not None
+
+
+def test_costs_that_cannot_be_kept_stop_nothing(
+    source: Path,
+    tmp_path: Path,
+    text: CalibrationRequest,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache.write_text("a file where a folder should be")
+    monkeypatch.setattr(lookup, "_compute", lambda _, choices, *__: [1.0] * len(choices))
+    said: list[str] = []
+    convert(source, tmp_path / "out", calibration=text, effort="default", note=said.append)
+    assert any(line.startswith("the sensitivities are not kept for another time") for line in said)
 
 
 def test_low_rounds_to_nearest(source: Path, tmp_path: Path) -> None:
