@@ -96,6 +96,18 @@ def test_chosen_bits_beat_uniform_ones(run_here: Run, tmp_path: Path) -> None:
     assert more["kl"]["stories"] < same["kl"]["stories"] < uniform["kl"]["stories"]
 
 
+@pytest.mark.slow
+def test_efforts_have_a_row_each(run_here: Run, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    options = ("--rows", "low", "--windows", "2", "--json", str(figures))
+    done = run_here(EXAMPLES / "effort_table.py", *options)
+    assert done.returncode == 0, done.stderr
+    (low,) = json.loads(figures.read_text())
+    assert low["recipe"]["method"] == "rtn"
+    assert low["said"][0].startswith("effort low: rtn, ")
+    assert 0 < low["kl"]["stories"] < 0.1
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
