@@ -164,7 +164,8 @@ def convert(
         made = _effort_of(checkpoint, request)
         if made is not None:
             note(effort_line(made))
-        plan, choice = _planned(checkpoint, files_of(location), request, made, on_progress, note)
+            request = _with_effort(checkpoint, request, made)
+        plan, choice = _planned(checkpoint, files_of(location), request, on_progress, note)
         ahead = None
         if on_plan is not None or on_start is not None:  # else nobody asks how long it takes
             ahead = estimate(checkpoint, plan, device, request.calibration, choice, made)
@@ -223,7 +224,7 @@ def plan_conversion(
     made = _effort_of(source, request)
     if made is not None:  # bits that an effort chooses are chosen when the conversion begins
         request = replace(request, recipe=replace(request.recipe, method=made.way.method))
-    plan, choice = _planned(source, files, request, None, on_progress, note)
+    plan, choice = _planned(source, files, request, on_progress, note)
     return estimate(source, plan, open_device(request.device), request.calibration, choice, made)
 
 
@@ -237,13 +238,18 @@ def _effort_of(source: Checkpoint, request: Request) -> EffortPlan | None:
     )
 
 
+def _with_effort(source: Checkpoint, request: Request, made: EffortPlan) -> Request:
+    """The request with the method of an effort, and the target that it chooses bits by."""
+    recipe = replace(request.recipe, method=made.way.method)
+    if made.way.costs is None:
+        return replace(request, recipe=recipe)
+    check_can_run(source.folder, source.config)
+    uniform = make_plan(source.config, source.tensors, recipe, request.max_shard_bytes)
+    return replace(request, recipe=recipe, target=target_like(uniform, made.way.costs))
+
+
 def _planned(
-    source: Checkpoint,
-    files: SourceFiles,
-    request: Request,
-    made: EffortPlan | None,
-    on_progress: Progress,
-    note: Note,
+    source: Checkpoint, files: SourceFiles, request: Request, on_progress: Progress, note: Note
 ) -> tuple[Plan, TargetChoice | None]:
     """The plan of a conversion, and how its target was met; see `plan_conversion`."""
     for text in source.notes:
@@ -256,22 +262,16 @@ def _planned(
         max_shard_bytes=request.max_shard_bytes,
         choose=method_chooser(source, device, calibration),
     )
-    target, measured = request.target, None
-    if made is not None:
-        recipe = replace(recipe, method=made.way.method)
-    if made is not None and made.way.costs is not None:
-        target, measured = target_like(plan_with(recipe)), made.way.costs == "measured"
-        check_can_run(source.folder, source.config)
+    target = request.target
     if target is None:
         return plan_with(recipe), None
-    bits, rule = target.bits, recipe.rule
     settings = Settings(
         calibration.file,
-        bits=bits,
+        bits=target.bits,
         device=device.type,
-        rule=rule,
-        measured=measured,
-        must_keep=made is None,
+        rule=recipe.rule,
+        measured=target.measured,
+        must_keep=target.must_keep,
     )
     texts = PlannedTexts(calibration, request.draft_text)
 

@@ -30,6 +30,8 @@ class TargetRequest:
     sensitivities: Path | None = None  # file of them; None for the cache, computed if it has none
     bits: tuple[int, ...] = USUAL_BITS  # to choose from
     keeps_stored: bool = True  # whether sets may stay as stored, such as a head the embedding
+    measured: bool | None = None  # see `Settings`, as of the next
+    must_keep: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from lowbit.convert.original.device import device_name
 from lowbit.convert.pipeline.estimate import DRAFTER, expected_windows, obstacle_of
 from lowbit.convert.plan.calibration_cost import Windows, shapes_of
 from lowbit.convert.plan.choice_of_method import needs_no_calibration
-from lowbit.convert.plan.effort import Effort, EffortPlan, Facts, Way, choose_way
+from lowbit.convert.plan.effort import Costs, Effort, EffortPlan, Facts, Way, choose_way
 from lowbit.convert.plan.memory import (
     Memory,
     calibration_memory,
@@ -88,10 +88,15 @@ def gather_facts(
     )
 
 
-def target_like(uniform: Plan) -> TargetRequest:
+def target_like(uniform: Plan, costs: Costs) -> TargetRequest:
     """The target of an effort that chooses bits: the bytes of the weight files of a plan."""
     bits = Fraction(8 * uniform.output_bytes, uniform.written_parameters)
-    return TargetRequest(Target(bits_per_weight=bits), keeps_stored=False)
+    return TargetRequest(
+        Target(bits_per_weight=bits),
+        keeps_stored=False,
+        measured=costs == "measured",
+        must_keep=False,
+    )
 
 
 def effort_line(made: EffortPlan) -> str:
