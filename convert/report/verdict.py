@@ -255,7 +255,9 @@ def next_steps(report: QualityReport) -> tuple[str, ...]:
     found += [
         f"{step.option} {step.value} ({step.words})"
         for step in SUGGESTIONS
-        if used[step.option] in step.used and (few or step.option == "--group-size")
+        if used[step.option] in step.used
+        # Where bits were chosen by set, one group size for all would take that back.
+        and (few if step.option != "--group-size" else not recipe.overrides)
     ]
     budget = report.sizes.bits_per_weight + MORE_BITS
     if few and budget <= MOST_BITS:

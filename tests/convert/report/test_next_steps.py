@@ -39,7 +39,8 @@ def test_the_first_step_depends_on_what_was_used(
         recipe = UsedRecipe("int4", recipe, 128, 0)
     steps = next_steps(replace(make_report(), model_type=model_type, recipe=recipe))
     assert steps[0].startswith(first)
-    assert "--group-size 64 (up to 0.25 bits per weight more)" in steps
+    groups = "--group-size 64 (up to 0.25 bits per weight more)" in steps
+    assert groups == (not recipe.overrides)
     assert steps[-1].startswith("--target-bpw 5.9 (")
 
 
