@@ -45,6 +45,7 @@ from lowbit.convert.texts.evaluation import Text
 from lowbit.convert.vocabulary.beside import CutOriginal, cut_beside
 from lowbit.convert.vocabulary.cut import CutRequest
 from lowbit.formats.activation_modes import Activations
+from lowbit.formats.errors import QuantizationError
 from lowbit.formats.hub.locate import locate
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 
@@ -67,7 +68,7 @@ class Request:
         target: a budget that decides the bits in place of the recipe.
         effort: `low`, `default` or `high`: the method, and bits chosen at the recipe's bytes, that
             some time buys. None for the recipe's bits by the method that suits model and machine.
-            A method that the recipe names, or a target, decides in its place.
+            A method that the recipe names, or a target, takes the place of `default`.
         calibration: the text, for methods other than round-to-nearest and for sensitivities.
         draft_text: `.txt` or `.jsonl`; the tokens it uses most are the rows of a draft head. The
             bundled one where left out.
@@ -229,13 +230,24 @@ def plan_conversion(
 
 
 def _effort_of(source: Checkpoint, request: Request) -> EffortPlan | None:
-    """The effort that decides; None where the recipe names a method, or a target is given."""
-    if request.effort is None or request.target is not None or request.recipe.method is not None:
+    """The effort that decides; None where the recipe names a method, or a target is given.
+
+    Raises:
+        QuantizationError: no such effort, or one beside a method or target that takes its place.
+    """
+    if request.effort is None:
+        return None
+    effort, recipe = parse_effort(request.effort), request.recipe
+    if request.target is not None or recipe.method is not None:
+        if effort != "default":
+            what = "a target" if recipe.method is None else f"method `{recipe.method}`"
+            raise QuantizationError(
+                f"effort `{effort}` beside {what}, which takes its place",
+                hint="leave out one of them; Recipe(method=None) names no method",
+            )
         return None
     device = open_device(request.device)
-    return plan_effort(
-        parse_effort(request.effort), source, request.recipe, request.calibration, device
-    )
+    return plan_effort(effort, source, recipe, request.calibration, device)
 
 
 def _with_effort(source: Checkpoint, request: Request, made: EffortPlan) -> Request:

@@ -12,6 +12,8 @@ from click.testing import Result
 
 from lowbit.convert import Request
 from lowbit.convert.budget import lookup
+from lowbit.convert.budget.allocate import Target
+from lowbit.convert.budget.target import TargetRequest
 from lowbit.convert.original.device import device_name
 from lowbit.convert.pipeline.effort import effort_line, plan_effort
 from lowbit.convert.plan import effort as limits
@@ -99,13 +101,25 @@ def test_low_rounds_to_nearest(source: Path, tmp_path: Path) -> None:
         assert (tmp_path / "low" / name).read_bytes() == (tmp_path / "rtn" / name).read_bytes()
 
 
-def test_a_method_takes_the_place_of_an_effort(source: Path, tmp_path: Path) -> None:
+def test_a_method_takes_the_place_of_the_default(source: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    convert(source, tmp_path / "out", Recipe(), effort="high", note=said.append)
+    convert(source, tmp_path / "out", Recipe(), effort="default", note=said.append)
     assert said == []
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None
     assert manifest.recipe["method"] == "rtn"
+
+
+@pytest.mark.parametrize("effort", ["low", "high"])
+def test_python_refuses_an_effort_beside_a_method_or_target(
+    source: Path, tmp_path: Path, effort: str
+) -> None:
+    with pytest.raises(QuantizationError, match=f"effort `{effort}` beside method `rtn`"):
+        convert(source, tmp_path / "out", Recipe(), effort=effort)
+    target = TargetRequest(Target(size_bytes=10**9))
+    with pytest.raises(QuantizationError, match=f"effort `{effort}` beside a target"):
+        convert(source, tmp_path / "out", target=target, effort=effort)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -202,3 +216,21 @@ def test_an_original_without_tokenizer_is_refused(small: Path, tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"has no tokenizer.json, which calibration needs"):
         convert(small, tmp_path / "out", effort="default")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cache")
+def test_a_gpu_takes_the_default(source: Path, tmp_path: Path, text: CalibrationRequest) -> None:
+    said: list[str] = []
+    made = convert(
+        *(source, tmp_path / "out"),
+        calibration=text,
+        effort="default",
+        device="cuda",
+        note=said.append,
+    )
+    assert said[0].startswith("effort default: gptq+rotate, bits by measured costs at the bytes of")
+    uniform = replace(made.plan.recipe, overrides=())
+    checkpoint = open_checkpoint(source)
+    limit = make_plan(checkpoint.config, checkpoint.tensors, uniform).output_bytes
+    assert made.plan.output_bytes <= limit
