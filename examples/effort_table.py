@@ -1,4 +1,4 @@
-"""What each `--effort` makes of a model: its way, bytes, time and mean KL, beside `--method auto`.
+"""Compare the efforts on a model: bytes, time and mean KL of each, beside `--method auto`.
 
 python examples/effort_table.py models/smollm2 --device cuda \\
     --text wikitext=wikitext2-test.txt --text code=stdlib.txt
