@@ -1,15 +1,18 @@
 """Choose a method, and how bits are chosen, by `--effort`: the best that some minutes buy.
 
     low       round-to-nearest, which reads no text
-    default   the best that takes an hour on a CPU, or ten minutes on a GPU, and fits the memory
-    high      the best that fits the memory
+    default   the best in the recipe's bits that takes an hour on a CPU, or ten minutes on a GPU,
+              and fits the memory
+    high      the best that fits the memory; bits are chosen at the recipe's bytes
 
 Ways to convert, best first, by the mean KL on WikiText of SmolLM2-135M, Qwen2.5-Coder-0.5B and
 -1.5B at the bytes of INT4 with an INT8 head (BENCHMARKS.md): bits by measured costs and autoround;
 bits by measured costs (.073 .019 .029); by estimated ones, whose costs sum to a twentieth more;
-uniform bits by `gptq+rotate` (.103 .042 .046), by `weighted` (.243 .161 .097; estimated costs take
-an eighth off the first), by `rtn` (.427 .219 .145). On a GPU `default` never falls below `gptq`,
-however long that takes.
+uniform bits by `gptq+rotate` and autoround, which takes 7 to 15 % off; by `gptq+rotate` (.103 .042
+.046), by `weighted` (.243 .161 .097; estimated costs take an eighth off the first), by `rtn` (.427
+.219 .145). On a GPU `default` never falls below `gptq`, however long that takes. Chosen bits have
+groups of 32 and 64, too, which kernels for 9 to 64 tokens on Hopper do not take: `default` leaves
+bits as they are until that is timed.
 
 The choice is by rates that are constants, so that a command chooses the same on the same machine.
 """
@@ -118,6 +121,7 @@ def ways(facts: Facts) -> tuple[Way, ...]:
         Way(learned, "estimated"),
         Way(best, "measured"),
         Way(best, "estimated"),
+        Way(learned),
         Way(best),
         Way(WEIGHTED, "estimated"),
         Way(WEIGHTED),
@@ -181,12 +185,12 @@ def _allowed(effort: Effort, facts: Facts, way: Way) -> bool:
     """Tell whether an effort takes so long for a way; round-to-nearest is always allowed."""
     if way.method == RTN or effort == "high":
         return True
-    if effort == "low":
+    if effort == "low" or way.costs is not None:
         return False
     if way.method.autoround and facts.shapes.weights < AUTOROUND_WEIGHTS:
         return False
     plain = way.method.codes == GPTQ.codes and not way.method.autoround
-    if facts.device == "cuda" and plain and way.costs != "measured":
+    if facts.device == "cuda" and plain:
         return True
     return way_seconds(facts, way) <= LIMITS[facts.device]
 

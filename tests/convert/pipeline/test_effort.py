@@ -18,7 +18,7 @@ from lowbit.convert.original.device import device_name
 from lowbit.convert.pipeline.effort import effort_line, plan_effort
 from lowbit.convert.plan import effort as limits
 from lowbit.convert.plan import memory
-from lowbit.convert.plan.method import Method
+from lowbit.convert.plan.effort import Effort
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.convert.quantize.session import CalibrationRequest
@@ -30,6 +30,7 @@ from tests.convert.fixture_types import Cli, MakeModel
 
 STORY = "Once upon a time there was a little robot who lived in a big house. " * 8
 CPU = ("--device", "cpu")
+BEST = "gptq+rotate+autoround, bits by measured costs"
 
 
 @pytest.fixture(scope="module")
@@ -46,34 +47,32 @@ def text(source: Path) -> CalibrationRequest:
     return CalibrationRequest(source.with_name("story.txt"), samples=2, length=32)
 
 
-def planned(source: Path, **changed: Any) -> Any:
+def planned(source: Path, effort: Effort = "default", **changed: Any) -> Any:
     recipe = Recipe(method=None, **changed)
     checkpoint = open_checkpoint(source)
     cpu = torch.device("cpu")
-    return plan_effort("default", checkpoint, recipe, CalibrationRequest(), cpu)
+    return plan_effort(effort, checkpoint, recipe, CalibrationRequest(), cpu)
 
 
 @pytest.mark.usefixtures("cache")
-def test_the_default_is_what_its_options_make(
+def test_chosen_bits_are_what_their_options_make(
     source: Path, tmp_path: Path, text: CalibrationRequest
 ) -> None:
     said: list[str] = []
-    made = convert(
-        *(source, tmp_path / "default"), calibration=text, effort="default", note=said.append
-    )
+    made = convert(*(source, tmp_path / "high"), calibration=text, effort="high", note=said.append)
     recipe = made.plan.recipe
-    assert said[0].startswith("effort default: gptq+rotate, bits by measured costs at the bytes of")
+    assert said[0].startswith(f"effort high: {BEST} at the bytes of")
     assert said[1].startswith("measuring the sensitivity of 5 sets")
-    assert str(recipe.method) == "gptq+rotate"
+    assert str(recipe.method) == "gptq+rotate+autoround"
     assert recipe.overrides
-    by_hand = Recipe(method=Method("gptq", rotate=True), overrides=recipe.overrides)
+    by_hand = Recipe(method=recipe.method, overrides=recipe.overrides)
     convert(source, tmp_path / "by hand", by_hand, calibration=text)
     for name in ("model.safetensors", "lowbit.json", "config.json"):
-        here, there = (tmp_path / way / name for way in ("default", "by hand"))
+        here, there = (tmp_path / way / name for way in ("high", "by hand"))
         assert here.read_bytes() == there.read_bytes()
     checkpoint = open_checkpoint(source)
     uniform = make_plan(checkpoint.config, checkpoint.tensors, replace(by_hand, overrides=()))
-    size = (tmp_path / "default" / "model.safetensors").stat().st_size
+    size = (tmp_path / "high" / "model.safetensors").stat().st_size
     assert size == made.plan.output_bytes <= uniform.output_bytes
     assert made.plan.schemes["lm_head"] is not None
 
@@ -88,7 +87,7 @@ def test_costs_that_cannot_be_kept_stop_nothing(
     cache.write_text("a file where a folder should be")
     monkeypatch.setattr(lookup, "_compute", lambda _, choices, *__: [1.0] * len(choices))
     said: list[str] = []
-    convert(source, tmp_path / "out", calibration=text, effort="default", note=said.append)
+    convert(source, tmp_path / "out", calibration=text, effort="high", note=said.append)
     assert any(line.startswith("the sensitivities are not kept for another time") for line in said)
 
 
@@ -131,12 +130,12 @@ def test_python_refuses_an_effort_beside_a_method_or_target(
     ],
 )
 def test_bits_that_are_given_stay(source: Path, changed: dict[str, Any], reason: str) -> None:
-    made = planned(source, **changed)
-    assert (str(made.way), made.fixed_bits) == ("gptq+rotate", reason)
+    made = planned(source, "high", **changed)
+    assert (str(made.way), made.fixed_bits) == ("gptq+rotate+autoround", reason)
 
 
 def test_a_head_that_is_given_leaves_the_rest_to_choose(source: Path) -> None:
-    assert str(planned(source, head="int4").way) == "gptq+rotate, bits by measured costs"
+    assert str(planned(source, "high", head="int4").way) == BEST
 
 
 def test_eight_bits_are_rounded(source: Path) -> None:
@@ -171,13 +170,17 @@ def succeeded(done: Result) -> Result:
 
 def test_plan_shows_the_effort(cli_as_typed: Cli, source: Path) -> None:
     shown = " ".join(succeeded(cli_as_typed("plan", source, *CPU)).stdout.split())
-    assert "effort default: gptq+rotate, bits by measured costs at the bytes of INT4, a" in shown
+    assert "effort default: gptq+rotate, a" in shown
+    assert f"; --effort high: {BEST}, about" in shown
+    high = ("--effort", "high")
+    shown = " ".join(succeeded(cli_as_typed("plan", source, *CPU, *high)).stdout.split())
+    assert f"effort high: {BEST} at the bytes of INT4, a" in shown
     assert "one scheme for q, k and v and one for gate and up, as vLLM loads them" in shown
     found = json.loads(succeeded(cli_as_typed("plan", source, *CPU, "--json")).stdout)
-    assert found["effort"]["costs"] == "measured"
+    assert found["effort"]["costs"] is None
     assert found["effort"]["high"]["method"] == "gptq+rotate+autoround"
     assert found["recipe"]["overrides"] == []
-    given = cli_as_typed("plan", source, *CPU, "--bits", "*.down_proj=8")
+    given = cli_as_typed("plan", source, *CPU, *high, "--bits", "*.down_proj=8")
     assert "bits are not chosen by costs: --bits gives them" in succeeded(given).stdout
     named = succeeded(cli_as_typed("plan", source, *CPU, "--method", "gptq", "--json"))
     assert json.loads(named.stdout)["effort"] is None
@@ -220,16 +223,16 @@ def test_an_original_without_tokenizer_is_refused(small: Path, tmp_path: Path) -
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cache")
-def test_a_gpu_takes_the_default(source: Path, tmp_path: Path, text: CalibrationRequest) -> None:
+def test_a_gpu_chooses_bits(source: Path, tmp_path: Path, text: CalibrationRequest) -> None:
     said: list[str] = []
     made = convert(
         *(source, tmp_path / "out"),
         calibration=text,
-        effort="default",
+        effort="high",
         device="cuda",
         note=said.append,
     )
-    assert said[0].startswith("effort default: gptq+rotate, bits by measured costs at the bytes of")
+    assert said[0].startswith(f"effort high: {BEST} at the bytes of")
     uniform = replace(made.plan.recipe, overrides=())
     checkpoint = open_checkpoint(source)
     limit = make_plan(checkpoint.config, checkpoint.tensors, uniform).output_bytes
