@@ -33,8 +33,8 @@ effort_option = options.gathered(
         "--effort",
         type=click.Choice(("low", "default", "high")),
         show_default="default, unless --method or a target decides",
-        help="Method, and bits chosen by what they cost at the bytes of INT4, that some time buys: "
-        "low rounds to nearest and reads no text; default takes the best within an hour on a CPU, "
-        "ten minutes on a GPU; high the best there is. `plan` says which, and how long.",
+        help="Method that some time buys: low rounds to nearest and reads no text; default takes "
+        "the best within an hour on a CPU, ten minutes on a GPU; high the best there is, in bits "
+        "chosen by what they cost at the bytes of INT4. `plan` says which, and how long.",
     ),
 )
