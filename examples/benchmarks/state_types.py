@@ -28,7 +28,7 @@ def states_of(cache: Any) -> Iterator[tuple[dict[int, Tensor], int]]:
 
 @torch.inference_mode()
 def log_probabilities(model: Any, ids: list[int], dtype: torch.dtype) -> Tensor:
-    """Of each next token, [tokens, V], where states are rounded to a type behind every token."""
+    """Log-probabilities of next tokens, [tokens, V], with states rounded behind each token."""
     cache, found = None, []
     for id in ids:
         out = model(torch.tensor([[id]]), past_key_values=cache, use_cache=True)

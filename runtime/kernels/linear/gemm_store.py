@@ -61,7 +61,7 @@ def _batch_of(count):
 def load_added(
     added_ptr, first_token, tile, lane, M, N, stride, COUNT: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """What is added to a warp's rows of 8 * COUNT tokens, as `store_block` takes it."""
+    """The addends of a warp's rows of 8 * COUNT tokens, as `store_block` takes them."""
     HALVES: gl.constexpr = 1 if PLAN.PAIRED else 2
     column = tile * (8 * HALVES) + lane % 4 * 2
     added = ()

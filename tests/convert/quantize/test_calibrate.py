@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lowbit.convert.pipeline.conversion import Conversion
 from lowbit.convert.pipeline.output_dir import partial_of
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Override, Recipe
-from lowbit.convert.quantize import learned, windows
+from lowbit.convert.quantize import choose, learned, windows
 from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.convert.quantize.store import PREFIX
 from lowbit.formats.errors import QuantizationError, RequestError, ResourceError
@@ -81,6 +82,29 @@ def of_all_steps(
     request = CalibrationRequest(text, SAMPLES, LENGTH)
     out = tmp_path_factory.mktemp("whole") / "out"
     return hashes(convert(readable, out, recipe, calibration=request).folder)
+
+
+def test_a_layer_that_became_worse_takes_nearest_codes(
+    readable: Path, tmp_path: Path, calibrated: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of its last linear alone, where that is enough."""
+    made = choose._sequential
+
+    def ruined(*given: Any) -> Any:
+        linears, tokens = made(*given)
+        for name, linear in linears.items():
+            if name.endswith("down_proj"):
+                linears[name] = replace(linear, scale=-4 * linear.scale)
+        return linears, tokens
+
+    monkeypatch.setattr(choose, "_sequential", ruined)
+    found = load_file(calibrated(readable, "gptq").folder / "model.safetensors")
+    nearest = load_file(
+        convert(readable, tmp_path / "nearest", Recipe()).folder / "model.safetensors"
+    )
+    for name, tensor in nearest.items():
+        if name.endswith("_proj.weight_packed"):
+            assert torch.equal(found[name], tensor) == (".down_proj." in name), name
 
 
 def test_another_command_leaves_finished_layers_alone(
