@@ -96,14 +96,20 @@ def meet(share: Share, store: Path, meet_s: float, exchange_s: float) -> GlooExc
 
     Raises:
         PartedError: another rank has not come.
+        ResourceError: the file cannot be written.
     """
     gloo: Any = distributed.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=LOOPBACK)]
     options._timeout = timedelta(seconds=exchange_s)
-    file = distributed.FileStore(str(store), share.ranks)  # type: ignore[attr-defined]
-    file.set_timeout(timedelta(seconds=meet_s))
     try:
+        file = distributed.FileStore(str(store), share.ranks)  # type: ignore[attr-defined]
+        file.set_timeout(timedelta(seconds=meet_s))
         return GlooExchange(share, gloo(file, share.rank, share.ranks, options))
+    except distributed.DistStoreError as error:  # a wait that was too long is no such error
+        raise ResourceError(
+            f"`{store.parent}`, where processes meet, cannot be written: {error}",
+            hint="free some space, or name another folder in the environment variable TMPDIR",
+        ) from error
     except RuntimeError as error:
         raise PartedError("another rank has not come") from error

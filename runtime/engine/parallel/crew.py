@@ -4,14 +4,16 @@ A task is sent to all of them and done by this rank in a thread of its own, to i
 interrupted caller leaves no rank halfway in a layer. Whatever fails in a task ends all ranks.
 """
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -36,7 +38,7 @@ from lowbit.runtime.engine.parallel.messages import (
     decoded,
     encoded,
 )
-from lowbit.runtime.engine.parallel.timeouts import ENDING_S, EXCHANGE_S, MEET_S
+from lowbit.runtime.engine.parallel.timeouts import ENDING_S, EXCHANGE_S, LOOK_S, MEET_S
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.models.ranks import load_rank
 from lowbit.runtime.models.shared_decoder import SharedDecoder, Task
@@ -97,7 +99,10 @@ class Crew:
         self.close = weakref.finalize(self, _end, members, self._jobs)
         # A daemon: the end of this process waits for no rank that does not answer.
         arguments = (self._jobs, threads)
-        threading.Thread(target=_work, args=arguments, name="lowbit-rank", daemon=True).start()
+        self._worker = threading.Thread(
+            target=_work, args=arguments, name="lowbit-rank", daemon=True
+        )
+        self._worker.start()
 
     @property
     def parted(self) -> bool:
@@ -117,7 +122,21 @@ class Crew:
         """Have the others run a task, and do this rank's part of it; see `shared_decoder.Crew`."""
         job: Future[T] = Future()
         self._jobs.put((partial(self._together, task, work), job))
+        alive = self._worker.is_alive()  # not behind `close`, nor in a fork of this process
+        while not futures.wait([job], LOOK_S if alive else 0).done:
+            if not alive:
+                raise self._gone()
+            alive = self._worker.is_alive()
         return job.result()
+
+    def _gone(self) -> ResourceError:
+        """The error of a crew that is closed, or another process's."""
+        if not self.close.alive:
+            return ResourceError("the model is closed", hint="load it again")
+        return ResourceError(
+            "a fork of the process that has loaded the model cannot run it",
+            hint="load the model in the process that runs it",
+        )
 
     def _together(self, task: Task, work: Callable[[], T]) -> T:
         if self._lost is not None:
@@ -129,7 +148,8 @@ class Crew:
             with torch.inference_mode():
                 return work()
         except Exception as error:  # of any kind: the ranks are no longer in the same place
-            self._lost = _reason(error, self.members)
+            # `close` may have come from another thread.
+            self._lost = _reason(error, self.members) if self.close.alive else self._gone()
             for member in self.members:
                 member.process.kill()
             raise self._lost from error
@@ -157,11 +177,12 @@ def start_crew(setup: Setup) -> Crew:
     setup: of the first rank.
 
     Raises:
-        ResourceError: PyTorch lacks gloo, or a process has ended.
+        ResourceError: PyTorch lacks gloo, the processes have no place to meet, or one cannot be
+            started or has ended.
     """
     check_gloo()
     members: list[Member] = []
-    with TemporaryDirectory(prefix="lowbit-ranks-", ignore_cleanup_errors=True) as folder:
+    with _temporary() as folder:
         setup = replace(setup, store=Path(folder) / "store")
         try:
             for rank in range(1, setup.share.ranks):
@@ -177,14 +198,37 @@ def start_crew(setup: Setup) -> Crew:
     return Crew(members, exchange, setup.threads)
 
 
+@contextmanager
+def _temporary() -> Iterator[str]:
+    """A folder in which ranks meet.
+
+    Raises:
+        ResourceError: none can be made.
+    """
+    try:
+        folder = TemporaryDirectory(prefix="lowbit-ranks-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ResourceError(
+            f"no temporary folder in which processes meet: {error}",
+            hint="name a folder that can be written in the environment variable TMPDIR",
+        ) from error
+    with folder as name:
+        yield name
+
+
 def _start(setup: Setup) -> Member:
     ours, theirs = socketpair()
     number = theirs.fileno()
-    command = [sys.executable, "-P", "-m", MODULE, str(number)]
-    with theirs, interrupts_blocked():
-        process = subprocess.Popen(
-            command, pass_fds=[number], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
+    command = [sys.executable, "-P", "-m", MODULE, str(number), str(os.getpid())]
+    try:
+        with theirs, interrupts_blocked():
+            process = subprocess.Popen(
+                command, pass_fds=[number], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+            )
+    except OSError as error:
+        ours.close()
+        problem = f"no process of rank {setup.share.rank} could be started: {error}"
+        raise ResourceError(problem, hint="end other processes, or run fewer") from error
     member = Member(setup.share.rank, process, Connection(ours.detach()))
     with suppress(OSError):  # it has ended; `_expect` says how
         member.link.send_bytes(encoded(setup))

@@ -1,11 +1,14 @@
 """The process of a rank other than the first: it loads its shard and runs the first rank's tasks.
 
-It ends when the other end of its socket closes, whatever has ended the first rank.
+It ends when the other end of its socket closes, whatever has ended the first rank; and with that
+process, too, since a fork of it may hold the other end for longer.
 """
 
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 
@@ -23,7 +26,7 @@ from lowbit.runtime.engine.parallel.messages import (
     decoded,
     encoded,
 )
-from lowbit.runtime.engine.parallel.timeouts import EXCHANGE_S, MEET_S
+from lowbit.runtime.engine.parallel.timeouts import EXCHANGE_S, LOOK_S, MEET_S
 from lowbit.runtime.models.loader import open_model
 from lowbit.runtime.models.ranks import load_rank
 from lowbit.runtime.models.shards import shard_of
@@ -33,7 +36,8 @@ from lowbit.runtime.state.snapshots import Snapshots
 
 
 def main() -> int:
-    """Follow the first rank, which has given this process a socket."""
+    """Follow the first rank, which has given this process a socket, and the number of its own."""
+    threading.Thread(target=end_with, args=[int(sys.argv[2])], daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):  # both may come to the whole group
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
@@ -83,6 +87,13 @@ def loaded(setup: Setup, exchange: Exchange) -> FollowedDecoder:
     sizes = cache.all_pages, cache.slots
     state = new_state(shard.config, *sizes, setup.dtype, "cpu", setup.cache_type)
     return FollowedDecoder(model, state, Snapshots(state.slots, cache.snapshots, staged=False))
+
+
+def end_with(parent: int) -> None:
+    """End this process once another one is its parent."""
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    os._exit(0)
 
 
 def _report(link: Connection, error: Exception) -> int:

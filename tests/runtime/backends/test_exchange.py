@@ -55,3 +55,8 @@ def test_a_pytorch_without_gloo_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(distributed, "is_gloo_available", lambda: False)
     with pytest.raises(ResourceError, match="this PyTorch has no gloo"):
         check_gloo()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="gone`, where processes meet, cannot be written"):
+        meet(Share(0, 2), tmp_path / "gone" / "store", WAIT_S, WAIT_S)

@@ -4,8 +4,11 @@ import gc
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
 from socket import socketpair
 
 import pytest
@@ -13,11 +16,14 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import LowbitError, ResourceError
+from lowbit.formats.kv_cache import FP32_CACHE
 from lowbit.runtime.backends.exchange import PartedError
+from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.parallel import crew as crews
-from lowbit.runtime.engine.parallel.crew import Crew, Member
-from lowbit.runtime.engine.parallel.messages import Failed, Ready, encoded
+from lowbit.runtime.engine.parallel.crew import Crew, Member, start_crew
+from lowbit.runtime.engine.parallel.messages import Failed, Ready, Setup, encoded
 from lowbit.runtime.models.shared_decoder import DropPass
+from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.weights.share import Share
 
 WAITS = "import sys; sys.stdin.read()"
@@ -30,6 +36,8 @@ SENDS = (
     "c = C(int(sys.argv[1])); c.send_bytes(bytes.fromhex(sys.argv[2])); "
 )
 TASK = DropPass(0)
+CACHE = CacheSize(context=64, sequences=2, pages=4, snapshots=0)
+SETUP = Setup(Path("gone"), LoadOptions(), Share(0, 2), Path(), torch.float32, CACHE, FP32_CACHE, 1)
 
 
 class NoExchange:
@@ -153,3 +161,48 @@ def test_one_that_does_not_end_is_killed(
     each = member(WAITS)
     Crew([each], NoExchange(), 1).close()
     assert each.process.poll() == -signal.SIGKILL
+
+
+def test_a_closed_crew_runs_nothing(member: Callable[..., Member]) -> None:
+    crew = Crew([member(READS)], NoExchange(), 1)
+    crew.close()
+    crew.close()
+    with pytest.raises(ResourceError, match="the model is closed"):
+        crew.run(TASK, lambda: 5)
+
+
+def test_one_that_is_closed_in_a_task(member: Callable[..., Member]) -> None:
+    """Its links are closed under way, which is no lost rank."""
+    crew = Crew([member(READS)], NoExchange(), 1)
+
+    def work() -> None:
+        crew.close()
+        fails()
+
+    with pytest.raises(ResourceError, match="the model is closed"):
+        crew.run(TASK, work)
+
+
+def test_a_fork_cannot_run_it(
+    member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, the thread that takes tasks is none that runs."""
+    crew = Crew([member(READS)], NoExchange(), 1)
+    monkeypatch.setattr(crew, "_jobs", SimpleQueue())
+    monkeypatch.setattr(crew._worker, "is_alive", lambda: False)
+    with pytest.raises(ResourceError, match="a fork of the process"):
+        crew.run(TASK, lambda: 5)
+    crew.close()
+
+
+def test_no_place_to_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(ResourceError, match="no temporary folder") as found:
+        start_crew(SETUP)
+    assert "TMPDIR" in str(found.value.hint)
+
+
+def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/gone/python")
+    with pytest.raises(ResourceError, match="no process of rank 1 could be started"):
+        start_crew(SETUP)
