@@ -57,6 +57,10 @@ def test_a_pytorch_without_gloo_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         check_gloo()
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match="gone`, where processes meet, cannot be written"):
-        meet(Share(0, 2), tmp_path / "gone" / "store", WAIT_S, WAIT_S)
+def test_a_full_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: object) -> None:
+        raise distributed.DistStoreError("No space left on device")
+
+    monkeypatch.setattr(distributed, "FileStore", full)
+    with pytest.raises(ResourceError, match="where processes meet, cannot be written: No space"):
+        meet(Share(0, 2), tmp_path / "store", WAIT_S, WAIT_S)
