@@ -13,7 +13,7 @@ PAGES = (
     *("BENCHMARKS.md", "CHANGELOG.md", "CONTRIBUTING.md", "formats/SPEC.md"),
     *("convert/export/ENGINES.md", "runtime/kernels/LOG.md"),
 )
-PICTURES = ("examples/data/speed.svg", "examples/data/report.png")
+PICTURES = ("examples/data/speed.svg", "examples/data/kl.svg", "examples/data/report.png")
 
 
 def on_files(files: Files, config: Any) -> Files:
