@@ -175,7 +175,7 @@ def choose_way(
         way,
         way_seconds(facts, way),
         _reason(effort, facts, way, best, machine),
-        fixed_bits=facts.fixed_bits if way.method != RTN else None,
+        fixed_bits=facts.fixed_bits if effort == "high" and way.method != RTN else None,
         better=better,
         better_seconds=0.0 if better is None else way_seconds(facts, better),
     )

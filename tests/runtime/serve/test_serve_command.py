@@ -78,7 +78,7 @@ def test_refuses_to_start(options: tuple[str, ...], code: int, word: str) -> Non
         ({}, True),
         ({"activations": "int8"}, False),
         ({"packed": False}, False),
-        ({"sequences": 32}, False),
+        ({"sequences": 16}, False),
         ({"device": "cpu"}, False),
         ({"capability": (8, 9)}, False),
         ({"capability": (12, 0)}, False),
@@ -90,7 +90,7 @@ def test_points_to_rounded_activations_where_they_help(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    facts: dict[str, Any] = {"activations": "exact", "packed": True, "sequences": 33}
+    facts: dict[str, Any] = {"activations": "exact", "packed": True, "sequences": 17}
     facts |= {"device": "cuda", "capability": (9, 0), **changes}
     monkeypatch.setattr("lowbit.runtime.kernels.launch.device.card_of", Card)
     model: Any = SimpleNamespace(
