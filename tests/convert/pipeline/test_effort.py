@@ -21,6 +21,7 @@ from lowbit.convert.plan import memory
 from lowbit.convert.plan.effort import Effort
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Override, Recipe
+from lowbit.convert.quantize import learned
 from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.formats.errors import CheckpointError, QuantizationError
 from lowbit.formats.layout.manifest import read_manifest
@@ -31,6 +32,11 @@ from tests.convert.fixture_types import Cli, MakeModel
 STORY = "Once upon a time there was a little robot who lived in a big house. " * 8
 CPU = ("--device", "cpu")
 BEST = "gptq+rotate+autoround, bits by measured costs"
+
+
+@pytest.fixture(autouse=True)
+def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned, "AUTOROUND_STEPS", 4)
 
 
 @pytest.fixture(scope="module")
