@@ -71,7 +71,7 @@ class Settings:
     device: str = "cpu"  # `cpu` or `cuda`
     rule: ScaleRule = "signed"  # by which scales are chosen
     method: Method = RTN  # of the conversion
-    # Whether costs are measured where they can be; None to estimate what takes a CPU long.
+    # True to measure costs where they can be; None to estimate what takes a CPU long
     measured: bool | None = None
     must_keep: bool = True  # refuse, before the work, a cache that cannot be written
 

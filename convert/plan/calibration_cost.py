@@ -46,8 +46,8 @@ SHARE = {"cpu": 0.6, "cuda": 0.6}  # of the rate of plain products, which is mea
 # and core: SmolLM2-135M's 45e12 in 7.5 min on two cores of an EPYC with AVX-512. Constant, so that
 # one command chooses one method on one machine.
 CORE_RATE = 50e9
-# The same for each of the 132 multiprocessors of an H200: gptq+rotate of Coder-1.5B is 1.5e15 in
-# 75 s, of an 8B 6.7e15 in 125 s, each beside the rounding.
+# Operations a second of each of the 132 multiprocessors of an H200: gptq+rotate of Coder-1.5B is
+# 1.5e15 in 75 s, of an 8B 6.7e15 in 125 s, each beside the rounding.
 MULTIPROCESSOR_RATE = 3e11
 # Weights that are read, rounded to nearest and written in a second: Qwen3-1.7B in 27 s on two of
 # the cores, Qwen3-8B in 41 s with an H200.

@@ -206,9 +206,9 @@ def _reason(effort: Effort, facts: Facts, way: Way, best: Way, machine: str) -> 
         return f"the memory is too small for {first}"
     if way == best:
         return "the best there is"
-    plain = replace(best, method=replace(best.method, autoround=False))
+    plain = Way(replace(best.method, autoround=False))
     if way == plain and facts.shapes.weights < AUTOROUND_WEIGHTS:
         return "autoround is measured on larger models alone"
     if facts.device == "cuda" and way_seconds(facts, way) > LIMITS["cuda"]:
         return f"no less than {GPTQ} on {machine}"
-    return f"the best within {LIMIT_WORDS[facts.device]} on {machine}"
+    return f"the best in the recipe's bits within {LIMIT_WORDS[facts.device]} on {machine}"

@@ -256,7 +256,7 @@ def next_steps(report: QualityReport) -> tuple[str, ...]:
         f"{step.option} {step.value} ({step.words})"
         for step in SUGGESTIONS
         if used[step.option] in step.used
-        # Where bits were chosen by set, one group size for all would take that back.
+        # One group size for all would take back bits that were chosen by set.
         and (few if step.option != "--group-size" else not recipe.overrides)
     ]
     budget = report.sizes.bits_per_weight + MORE_BITS

@@ -30,6 +30,10 @@ from lowbit.formats.machine.interrupts import interrupts_blocked
 from lowbit.formats.machine.system import explained
 from lowbit.runtime.backends.exchange import Exchange, PartedError, check_gloo, meet
 from lowbit.runtime.engine.parallel.messages import (
+    ENDING_S,
+    EXCHANGE_S,
+    LOOK_S,
+    MEET_S,
     Arrived,
     Failed,
     Met,
@@ -38,7 +42,6 @@ from lowbit.runtime.engine.parallel.messages import (
     decoded,
     encoded,
 )
-from lowbit.runtime.engine.parallel.timeouts import ENDING_S, EXCHANGE_S, LOOK_S, MEET_S
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.models.ranks import load_rank
 from lowbit.runtime.models.shared_decoder import SharedDecoder, Task

@@ -18,6 +18,9 @@ from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.machine.system import explained
 from lowbit.runtime.backends.exchange import Exchange, PartedError, meet
 from lowbit.runtime.engine.parallel.messages import (
+    EXCHANGE_S,
+    LOOK_S,
+    MEET_S,
     Arrived,
     Failed,
     Met,
@@ -26,7 +29,6 @@ from lowbit.runtime.engine.parallel.messages import (
     decoded,
     encoded,
 )
-from lowbit.runtime.engine.parallel.timeouts import EXCHANGE_S, LOOK_S, MEET_S
 from lowbit.runtime.models.loader import open_model
 from lowbit.runtime.models.ranks import load_rank
 from lowbit.runtime.models.shards import shard_of

@@ -1,6 +1,7 @@
 """Messages between the process of a model's first rank and those of the others, as bytes.
 
 They are pickled, since both ends are this program and the socket between them has no other end.
+Below are the times that both ends wait for each other, too.
 """
 
 import io
@@ -18,10 +19,16 @@ from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.weights.share import Share
 
+MEET_S = 60.0  # for the others to connect, once all processes run
+# Seconds in an exchange: the longest time by which ranks on slow, shared cores part in a layer
+EXCHANGE_S = 300.0
+ENDING_S = 3.0  # for a process to end
+LOOK_S = 1.0  # between two looks if a thread or a process is still there
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """All that a rank needs to load its shard."""
+    """Facts by which a rank loads its shard."""
 
     folder: Path
     options: LoadOptions

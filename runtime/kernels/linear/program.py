@@ -112,7 +112,8 @@ class Codes:
     TOKEN: int  # to the next token
     GROUPS: int  # of a token
     SCALES: int  # to the scales, for each group those of all tokens
-    GROUP_SQUARES: int  # to the squares of groups, by `codes_of`, likewise
+    # to the squares of groups, by `codes_of`, likewise; of a lone token to the bounds of its groups
+    GROUP_SQUARES: int
     BLOCKS: int  # of 256 elements of a token, whose squares are summed
     SQUARES: int  # to the sums of squares of all blocks; the end of the squares of groups
     FACTORS: int  # to the factors of the norm

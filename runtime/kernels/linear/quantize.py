@@ -17,8 +17,6 @@ Plan    a token is one program. A warp takes blocks of 256 elements, a chunk of 
         programs of a GEMV make
 """
 
-import math
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -80,8 +78,8 @@ INVERSE = gl.constexpr(1 / 127)
 EXPONENT = gl.constexpr(0x7F800000)  # bits of an FP32
 ONE_POWER = gl.constexpr(0x00800000)
 LARGEST_POWER = gl.constexpr(0x5E800000)  # bits of 2^62
-UNIT_BITS = gl.constexpr(int(math.log2(SQUARES_UNIT)))
-HALF_BIAS = gl.constexpr(125 - int(math.log2(SQUARES_UNIT)))
+UNIT_BITS = gl.constexpr(SQUARES_UNIT.bit_length() - 1)
+HALF_BIAS = gl.constexpr(125 - UNIT_BITS.value)
 NOT_A_NUMBER = gl.constexpr(0x7FC00000)  # bits of the scale of a group that is not finite
 MOST_WARPS = 16  # of a program
 

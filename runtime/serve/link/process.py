@@ -116,7 +116,8 @@ def start_engine(load: "Callable[[], Model]") -> EngineProcess:
     # The system ends the process with the thread that starts it, not only with the server.
     forever = threading.current_thread() is threading.main_thread()
     process = context.Process(target=_run, args=(theirs, load, forever), name="lowbit-engine")
-    resource_tracker.ensure_running()  # whose start would let signals through again
+    if sys.platform != "win32":
+        resource_tracker.ensure_running()  # whose start would let signals through again
     with theirs, interrupts_blocked():
         process.start()
     return EngineProcess(process, Channel(ours, FromEngine))

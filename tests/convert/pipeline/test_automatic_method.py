@@ -1,7 +1,6 @@
 """Conversions by `--method auto`: what is chosen, said, recorded, taken up again and refused."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +18,16 @@ from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
-from tests.conversions import convert
+from tests.conversions import convert, model_beside_story
 from tests.convert.fixture_types import Cli, MakeModel
 
-STORY = "Once upon a time there was a little robot who lived in a big house. " * 20
 CPU = ("--device", "cpu")
 AUTO = ("--method", "auto", *CPU)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel, tiny: Path) -> Path:
-    folder = tmp_path_factory.mktemp("automatic")
-    made = make_model(folder / "source", num_hidden_layers=1, vocab_size=4096)
-    shutil.copy(tiny / "tokenizer.json", made)
-    (folder / "story.txt").write_text(STORY)
-    return made
+    return model_beside_story(tmp_path_factory.mktemp("automatic"), make_model, tiny, 20)
 
 
 @pytest.fixture

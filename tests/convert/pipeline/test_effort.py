@@ -1,7 +1,6 @@
 """Conversions by an effort: the same as by its options, its line, and what it refuses."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,9 @@ from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.formats.errors import CheckpointError, QuantizationError
 from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
-from tests.conversions import convert
+from tests.conversions import convert, model_beside_story
 from tests.convert.fixture_types import Cli, MakeModel
 
-STORY = "Once upon a time there was a little robot who lived in a big house. " * 8
 CPU = ("--device", "cpu")
 BEST = "gptq+rotate+autoround, bits by measured costs"
 
@@ -41,11 +39,7 @@ def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel, tiny: Path) -> Path:
-    folder = tmp_path_factory.mktemp("effort")
-    made = make_model(folder / "source", num_hidden_layers=1, vocab_size=4096)
-    shutil.copy(tiny / "tokenizer.json", made)
-    (folder / "story.txt").write_text(STORY)
-    return made
+    return model_beside_story(tmp_path_factory.mktemp("effort"), make_model, tiny, 8)
 
 
 @pytest.fixture
@@ -163,9 +157,8 @@ def test_what_is_left_out_is_named_with_its_time(
     monkeypatch.setitem(limits.LIMITS, "cpu", 0.0)
     line = effort_line(planned(source))
     cores = device_name(torch.device("cpu"))
-    assert line.startswith(
-        f"effort default: rtn, a few seconds (the best within an hour on {cores})"
-    )
+    reason = f"the best in the recipe's bits within an hour on {cores}"
+    assert line.startswith(f"effort default: rtn, a few seconds ({reason})")
     assert "; --effort high: gptq+rotate+autoround, bits by measured costs, about " in line
 
 

@@ -133,7 +133,7 @@ def test_an_effort_says_why_and_what_more_would_bring(effort: Effort) -> None:
         made.reason
         == {
             "low": "it reads no text",
-            "default": f"the best within an hour on {MACHINE}",
+            "default": f"the best in the recipe's bits within an hour on {MACHINE}",
             "high": "the best there is",
         }[effort]
     )
@@ -142,6 +142,11 @@ def test_an_effort_says_why_and_what_more_would_bring(effort: Effort) -> None:
     else:
         assert str(made.better) == LEARNED + MEASURED
         assert made.better_seconds > made.seconds
+
+
+def test_a_small_model_is_told_why_it_gets_no_autoround() -> None:
+    made = choose_way("default", facts("tiny"), lambda way: True, MACHINE)
+    assert made.reason == "autoround is measured on larger models alone"
 
 
 def test_a_small_memory_falls_back_to_what_fits() -> None:

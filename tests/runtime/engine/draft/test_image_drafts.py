@@ -48,7 +48,7 @@ def prompt_of(hidden: int, *parts: int | tuple[int, int], seed: int = 0) -> Requ
 
 @dataclass
 class Answers:
-    """What a model writes without drafts.
+    """Answers of a model without drafts.
 
     Attributes:
         alone: answers to `requests`.
