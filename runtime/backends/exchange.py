@@ -4,6 +4,9 @@ An op that ends a linear shared out by columns hands over its partial sums and g
 head hands over its columns of logits and gets all. Every rank gets the same bits.
 """
 
+import ctypes
+import os
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -96,8 +99,10 @@ def meet(share: Share, store: Path, meet_s: float, exchange_s: float) -> GlooExc
 
     Raises:
         PartedError: another rank has not come.
-        ResourceError: the file cannot be written.
+        ResourceError: the file cannot be written, or its folder is gone.
     """
+    if not store.parent.exists():  # or the store would hold up all threads for minutes
+        raise removed(store.parent)
     gloo: Any = distributed.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=LOOPBACK)]
@@ -105,7 +110,9 @@ def meet(share: Share, store: Path, meet_s: float, exchange_s: float) -> GlooExc
     try:
         file = distributed.FileStore(str(store), share.ranks)  # type: ignore[attr-defined]
         file.set_timeout(timedelta(seconds=meet_s))
-        return GlooExchange(share, gloo(file, share.rank, share.ranks, options))
+        group = gloo(file, share.rank, share.ranks, options)
+        keep_in_forks(group)
+        return GlooExchange(share, group)
     except distributed.DistStoreError as error:  # a wait that was too long is no such error
         raise ResourceError(
             f"`{store.parent}`, where processes meet, cannot be written: {error}",
@@ -113,3 +120,25 @@ def meet(share: Share, store: Path, meet_s: float, exchange_s: float) -> GlooExc
         ) from error
     except RuntimeError as error:
         raise PartedError("another rank has not come") from error
+
+
+def removed(folder: Path) -> ResourceError:
+    """The error of a folder that is gone before all ranks have met in it."""
+    return ResourceError(
+        f"the folder `{folder}`, in which processes meet, was removed",
+        hint="load the model again; the environment variable TMPDIR names another folder",
+    )
+
+
+def keep_in_forks(group: Any) -> None:
+    """Let no fork of this process end a group of ranks.
+
+    It would wait for threads that it does not have, and take connections from the process that has.
+    """
+    found = weakref.ref(group)
+
+    def keep() -> None:
+        if (group := found()) is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    os.register_at_fork(after_in_child=keep)

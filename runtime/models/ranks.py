@@ -1,5 +1,7 @@
 """The model of a rank: its shard of the weights over ops that exchange partial sums."""
 
+from collections.abc import Callable
+
 import torch
 
 from lowbit.formats.activation_modes import Activations
@@ -14,10 +16,20 @@ from lowbit.runtime.weights.share import Share
 from lowbit.runtime.weights.weights import Weights
 
 
+def unsaid(module: str) -> None:
+    """No progress."""
+
+
 def load_rank(
-    shard: OpenedModel, exchange: Exchange, dtype: torch.dtype, context: int
+    shard: OpenedModel,
+    exchange: Exchange,
+    dtype: torch.dtype,
+    context: int,
+    progress: Callable[[str], None] = unsaid,
 ) -> Model[RankLinear]:
     """Read a rank's weights onto the CPU, for sequences of up to `context` tokens.
+
+    progress: is told of each module that has been read, and may raise.
 
     Raises:
         FormatError: a tensor holds NaN or Inf.
@@ -29,6 +41,7 @@ def load_rank(
         return prepare(w, dtype, activations)
 
     def formed(module: str, form: RankLinear) -> RankLinear:
+        progress(module)
         return rank_form(module, form, exchange.share, rows)
 
     weights = Weights(shard.checkpoint, shard.schemes, "cpu", dtype, made, formed=formed)

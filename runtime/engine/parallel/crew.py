@@ -5,16 +5,16 @@ interrupted caller leaves no rank halfway in a layer. Whatever fails in a task e
 """
 
 import os
-import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -28,18 +28,27 @@ import torch
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.machine.interrupts import interrupts_blocked
 from lowbit.formats.machine.system import explained
-from lowbit.runtime.backends.exchange import Exchange, PartedError, check_gloo, meet
+from lowbit.runtime.backends.exchange import Exchange, PartedError, check_gloo, meet, removed
+from lowbit.runtime.engine.parallel.members import (
+    AGAIN,
+    Member,
+    failure,
+    look,
+    silence,
+    wait_for,
+)
 from lowbit.runtime.engine.parallel.messages import (
     ENDING_S,
     EXCHANGE_S,
+    LOADING_S,
     LOOK_S,
     MEET_S,
+    START_S,
     Arrived,
     Failed,
     Met,
     Ready,
     Setup,
-    decoded,
     encoded,
 )
 from lowbit.runtime.models.loader import OpenedModel
@@ -50,39 +59,6 @@ from lowbit.runtime.weights.share import Share
 T = TypeVar("T")
 Job = tuple[Callable[[], Any], "Future[Any]"]
 MODULE = "lowbit.runtime.engine.parallel.follower"
-AGAIN = "load the model again; a process that the system killed had too little memory"
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """The process of another rank."""
-
-    rank: int
-    process: "subprocess.Popen[bytes]"
-    link: Connection
-
-    def told(self) -> object | None:
-        """The next message of the rank; None if there is none now."""
-        with suppress(OSError, EOFError):
-            if self.link.poll():
-                message: object = decoded(self.link.recv_bytes())
-                return message
-        return None
-
-    def killed(self) -> bool:
-        """True if a signal has ended the process."""
-        return (self.process.poll() or 0) < 0
-
-    def ending(self) -> str | None:
-        """End of the process, in words; None while it runs on."""
-        with suppress(subprocess.TimeoutExpired):
-            code = self.process.wait(ENDING_S)
-            if code >= 0:
-                return f"exit status {code}"
-            with suppress(ValueError):
-                return f"signal {signal.Signals(-code).name}"
-            return f"signal {-code}"
-        return None
 
 
 class Crew:
@@ -91,7 +67,8 @@ class Crew:
     Attributes:
         members: their processes.
         exchange: this rank's way to them, for tasks alone.
-        close: ends them; they end with this object, too, and with this process.
+        close: ends them; they end with this object, too, and with this process. In a fork of it
+            they go on.
     """
 
     def __init__(self, members: Sequence[Member], exchange: Exchange, threads: int) -> None:
@@ -99,7 +76,7 @@ class Crew:
         self.members, self.exchange = members, exchange
         self._lost: LowbitError | None = None
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self.close = weakref.finalize(self, _end, members, self._jobs)
+        self.close = weakref.finalize(self, _end, members, self._jobs, os.getpid())
         # A daemon: the end of this process waits for no rank that does not answer.
         arguments = (self._jobs, threads)
         self._worker = threading.Thread(
@@ -116,10 +93,23 @@ class Crew:
         """Wait until all have loaded their shards.
 
         Raises:
+            ResourceError: one could not, or does not answer.
+        """
+        wait_for(self.members, Ready, LOADING_S)
+
+    def look(self) -> None:
+        """Look at those that load their shards.
+
+        Raises:
             ResourceError: one could not.
         """
+        look(self.members)
+
+    def kill(self) -> None:
+        """End them at once, whatever they do."""
         for member in self.members:
-            _expect(member, Ready)
+            member.process.kill()
+        self.close()
 
     def run(self, task: Task, work: Callable[[], T]) -> T:
         """Have the others run a task, and do this rank's part of it; see `shared_decoder.Crew`."""
@@ -166,10 +156,13 @@ def load_shared(setup: Setup, shard: OpenedModel) -> tuple[Crew, SharedDecoder]:
     """
     crew = start_crew(setup)
     try:
-        model = load_rank(shard, crew.exchange, setup.dtype, setup.cache.context)
+        model = load_rank(
+            *(shard, crew.exchange, setup.dtype, setup.cache.context),
+            progress=lambda module: crew.look(),
+        )
         crew.wait()
     except BaseException:
-        crew.close()
+        crew.kill()  # a rank that loads does not look at its socket
         raise
     return crew, SharedDecoder(model, crew)
 
@@ -190,15 +183,39 @@ def start_crew(setup: Setup) -> Crew:
         try:
             for rank in range(1, setup.share.ranks):
                 members.append(_start(replace(setup, share=Share(rank, setup.share.ranks))))
-            for member in members:
-                _expect(member, Arrived)
-            exchange = meet(setup.share, setup.store, MEET_S, EXCHANGE_S)
-            for member in members:
-                _expect(member, Met)
+            wait_for(members, Arrived, START_S)
+            exchange = _met(setup, members)
         except BaseException:
-            _end(members)
+            _end(members, patience_s=0.0)
             raise
     return Crew(members, exchange, setup.threads)
+
+
+def _met(setup: Setup, members: Sequence[Member]) -> Exchange:
+    """The first rank's way to the others, which meet it.
+
+    It is made in a thread that nobody waits for: calls of torch's cannot be interrupted, and go on
+    for minutes where a process or the folder is gone.
+
+    Raises:
+        ResourceError: a rank has ended or does not come, or the folder is gone.
+    """
+    meeting: Future[Exchange] = Future()
+    work = partial(meet, setup.share, setup.store, MEET_S, EXCHANGE_S)
+    threading.Thread(target=_do, args=(work, meeting), name="lowbit-meet", daemon=True).start()
+
+    def done() -> bool:
+        problem = meeting.exception() if meeting.done() else None
+        if problem is None and meeting.done():
+            return True
+        if not setup.store.parent.exists():
+            raise removed(setup.store.parent)
+        if problem is None or isinstance(problem, PartedError):  # a member will be found to blame
+            return meeting.done()
+        raise problem
+
+    wait_for(members, Met, MEET_S, done)
+    return meeting.result()
 
 
 @contextmanager
@@ -238,27 +255,6 @@ def _start(setup: Setup) -> Member:
     return member
 
 
-def _expect(member: Member, kind: type) -> None:
-    """Wait for a message of a kind.
-
-    Raises:
-        ResourceError: the rank has ended.
-    """
-    try:
-        message = decoded(member.link.recv_bytes())
-    except (EOFError, OSError):
-        message = None
-    if not isinstance(message, kind):
-        raise _failure(member, message)
-
-
-def _failure(member: Member, message: object) -> ResourceError:
-    """The error of a rank that has sent a last message, or none."""
-    if isinstance(message, Failed):
-        return ResourceError(f"rank {member.rank} failed: {message.message}", message.hint)
-    return ResourceError(f"the process of rank {member.rank} ended: {member.ending()}", hint=AGAIN)
-
-
 def _reason(error: Exception, members: Sequence[Member]) -> LowbitError:
     """The error that has ended all ranks: a member's, where this rank only noticed it."""
     if not isinstance(error, PartedError | OSError):
@@ -268,11 +264,14 @@ def _reason(error: Exception, members: Sequence[Member]) -> LowbitError:
     ending = [member for member in members if member.link in ready]  # its link has a word, or none
     for member in ending:
         if isinstance(message := member.told(), Failed):
-            return _failure(member, message)
+            return failure(member, message)
     # Others end when one has been killed.
     ended = sorted((each for each in ending if each.ending()), key=lambda each: not each.killed())
     if ended:
-        return _failure(ended[0], None)
+        return failure(ended[0], None)
+    for member in members:
+        if member.stopped:
+            return silence(member, EXCHANGE_S)
     return ResourceError(f"a rank has not answered for {EXCHANGE_S:.0f} s", hint=AGAIN)
 
 
@@ -280,23 +279,42 @@ def _work(jobs: "SimpleQueue[Job | None]", threads: int) -> None:
     """Do this rank's parts of tasks, one after the other, in a thread of their own."""
     torch.set_num_threads(threads)
     while (job := jobs.get()) is not None:
-        work, future = job
-        try:
-            future.set_result(work())
-        except BaseException as error:  # whoever waits raises it
-            future.set_exception(error)
-        del job, work, future  # they hold the crew, which would never end
+        _do(*job)
+        del job  # it holds the crew, which would never end
 
 
-def _end(members: Sequence[Member], jobs: "SimpleQueue[Job | None] | None" = None) -> None:
-    """End all members, and wait for that."""
-    if jobs is not None:
-        jobs.put(None)
+def _do(work: Callable[[], Any], future: "Future[Any]") -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:  # whoever waits raises it
+        future.set_exception(error)
+
+
+def _end(
+    members: Sequence[Member],
+    jobs: "SimpleQueue[Job | None] | None" = None,
+    owner: int | None = None,
+    patience_s: float | None = None,
+) -> None:
+    """End all members, and wait for that.
+
+    Args:
+        owner: process whose members they are; a fork of it only lets go of them. None for this one.
+        patience_s: time in which they may end by themselves; None for ENDING_S.
+    """
     for member in members:
         member.link.close()
-    for member in members:
-        try:
-            member.process.wait(ENDING_S)
-        except subprocess.TimeoutExpired:
+    if owner not in (None, os.getpid()):
+        return
+    if jobs is not None:
+        jobs.put(None)
+    deadline = time.monotonic() + (ENDING_S if patience_s is None else patience_s)
+    try:
+        for member in members:
+            with suppress(subprocess.TimeoutExpired):
+                member.process.wait(max(0.0, deadline - time.monotonic()))
+    finally:  # another Ctrl-C leaves none, either
+        for member in members:
             member.process.kill()
+        for member in members:
             member.process.wait()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import torch
@@ -24,13 +25,14 @@ from lowbit.runtime.engine.parallel.messages import (
     Arrived,
     Failed,
     Met,
+    Reading,
     Ready,
     Setup,
     decoded,
     encoded,
 )
 from lowbit.runtime.models.loader import open_model
-from lowbit.runtime.models.ranks import load_rank
+from lowbit.runtime.models.ranks import load_rank, unsaid
 from lowbit.runtime.models.shards import shard_of
 from lowbit.runtime.models.shared_decoder import FollowedDecoder
 from lowbit.runtime.state.device_state import new_state
@@ -68,15 +70,32 @@ def follow(link: Connection) -> None:
     link.send_bytes(encoded(Arrived()))
     exchange = meet(setup.share, setup.store, MEET_S, EXCHANGE_S)
     link.send_bytes(encoded(Met()))
-    decoder = loaded(setup, exchange)
+    decoder = loaded(setup, exchange, _reports(link))
     link.send_bytes(encoded(Ready()))
     with torch.inference_mode():
         while True:
             decoder.run(decoded(link.recv_bytes()))
 
 
-def loaded(setup: Setup, exchange: Exchange) -> FollowedDecoder:
+def _reports(link: Connection) -> Callable[[str], None]:
+    """Tells the first rank, now and then, of modules that have been read."""
+    told_at = time.monotonic()
+
+    def report(module: str) -> None:
+        nonlocal told_at
+        if time.monotonic() - told_at >= LOOK_S:
+            told_at = time.monotonic()
+            link.send_bytes(encoded(Reading(module)))
+
+    return report
+
+
+def loaded(
+    setup: Setup, exchange: Exchange, progress: Callable[[str], None] = unsaid
+) -> FollowedDecoder:
     """A rank's shard with the state of its sequences.
+
+    progress: is told of each module that has been read.
 
     Raises:
         LowbitError: the folder cannot be read.
@@ -85,7 +104,7 @@ def loaded(setup: Setup, exchange: Exchange) -> FollowedDecoder:
     rule: ScaleRule = "absmax" if options.method == "absmax" else "signed"
     opened = open_model(setup.folder, options.quantize, options.group_size, rule)
     shard = shard_of(opened, setup.share)
-    model = load_rank(shard, exchange, setup.dtype, cache.context)
+    model = load_rank(shard, exchange, setup.dtype, cache.context, progress)
     sizes = cache.all_pages, cache.slots
     state = new_state(shard.config, *sizes, setup.dtype, "cpu", setup.cache_type)
     return FollowedDecoder(model, state, Snapshots(state.slots, cache.snapshots, staged=False))

@@ -19,10 +19,14 @@ from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.weights.share import Share
 
+START_S = 120.0  # for a process to import its libraries
 MEET_S = 60.0  # for the others to connect, once all processes run
+LOADING_S = 300.0  # for one module of a shard to be read, from the slowest of disks
 # Seconds in an exchange: the longest time by which ranks on slow, shared cores part in a layer
 EXCHANGE_S = 300.0
 ENDING_S = 3.0  # for a process to end
+STOPPED_S = 10.0  # for a stopped process to go on
+TICK_S = 0.05  # between two looks at processes that start and load
 LOOK_S = 1.0  # between two looks if a thread or a process is still there
 
 
@@ -48,6 +52,13 @@ class Arrived:
 @dataclass(frozen=True, slots=True)
 class Met:
     """A rank is connected to all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A rank reads its shard, and is past a module."""
+
+    module: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Exchanges of ranks over gloo: the same bits on each, and errors that are named."""
 
+import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from lowbit.runtime.backends.exchange import GlooExchange, PartedError, check_gl
 from lowbit.runtime.weights.share import Share
 
 RANKS, WAIT_S = 3, 60.0
+FORK_S = 20.0  # at most for a fork to end
 
 
 @pytest.fixture
@@ -48,6 +50,23 @@ def test_a_rank_that_is_gone(exchanges: list[GlooExchange]) -> None:
     del exchanges[1:]
     with pytest.raises(PartedError, match="another rank does not answer"):
         exchanges[0].total(torch.zeros(1, 1))
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_ends_no_group(exchanges: list[GlooExchange]) -> None:
+    """It has no threads of the group's to wait for, and shares its connections."""
+    fork = multiprocessing.get_context("fork").Process(target=exchanges.clear)
+    fork.start()
+    fork.join(FORK_S)
+    hangs = fork.exitcode is None
+    fork.kill()
+    assert not hangs
+    test_totals_are_added_in_the_order_of_the_ranks(exchanges)
+
+
+def test_a_folder_that_is_gone_is_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="in which processes meet, was removed"):
+        meet(Share(0, 2), tmp_path / "gone" / "store", WAIT_S, WAIT_S)
 
 
 def test_a_pytorch_without_gloo_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,9 @@
 """Processes that end, fail or say nothing end all ranks with one message; none is left."""
 
 import gc
+import multiprocessing
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from socket import socketpair
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +25,9 @@ from lowbit.formats.kv_cache import FP32_CACHE
 from lowbit.runtime.backends.exchange import PartedError
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.parallel import crew as crews
-from lowbit.runtime.engine.parallel.crew import Crew, Member, start_crew
-from lowbit.runtime.engine.parallel.messages import Failed, Ready, Setup, encoded
+from lowbit.runtime.engine.parallel.crew import Crew, load_shared, start_crew
+from lowbit.runtime.engine.parallel.members import Member
+from lowbit.runtime.engine.parallel.messages import Arrived, Failed, Setup, encoded
 from lowbit.runtime.models.shared_decoder import DropPass
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.weights.share import Share
@@ -36,6 +42,8 @@ SENDS = (
     "c = C(int(sys.argv[1])); c.send_bytes(bytes.fromhex(sys.argv[2])); "
 )
 TASK = DropPass(0)
+WAIT_S = 20.0  # at most, where nothing is wrong
+SHARD: Any = None  # that no test reads
 CACHE = CacheSize(context=64, sequences=2, pages=4, snapshots=0)
 SETUP = Setup(Path("gone"), LoadOptions(), Share(0, 2), Path(), torch.float32, CACHE, FP32_CACHE, 1)
 
@@ -91,12 +99,14 @@ def test_a_killed_process_is_named_and_ends_all(member: Callable[..., Member]) -
     first, second = member(WAITS), member(WAITS)
     crew = Crew([first, second], NoExchange(), 1)
     second.process.kill()
-    with pytest.raises(ResourceError, match="the process of rank 2 ended: signal SIGKILL") as found:
+    with pytest.raises(
+        ResourceError, match=r"rank 2 \(process \d+\) ended while starting: signal SIGKILL"
+    ) as found:
         crew.run(TASK, fails)
     assert found.value.hint is not None
     assert crew.parted
     assert first.ending() == "signal SIGKILL"
-    with pytest.raises(ResourceError, match="rank 2 ended"):
+    with pytest.raises(ResourceError, match=r"rank 2 \(process \d+\) ended"):
         crew.run(TASK, lambda: 5)
 
 
@@ -104,7 +114,9 @@ def test_a_process_that_fails_says_why(member: Callable[..., Member]) -> None:
     failing = member(SENDS, Failed("`model_norm` holds NaN or Inf", "download it again"))
     crew = Crew([member(WAITS), failing], NoExchange(), 1)
     failing.process.wait()
-    with pytest.raises(ResourceError, match="rank 1 failed: `model_norm` holds") as found:
+    with pytest.raises(
+        ResourceError, match=r"rank 1 \(process \d+\) failed: `model_norm` holds"
+    ) as found:
         crew.run(TASK, fails)
     assert found.value.hint == "download it again"
 
@@ -138,9 +150,11 @@ def test_a_bug_of_the_first_rank_ends_all(member: Callable[..., Member]) -> None
 
 
 def test_one_that_ends_while_it_loads(member: Callable[..., Member]) -> None:
-    ready = f"{SENDS} c.poll(None)"
-    crew = Crew([member(ready, Ready()), member("import sys; sys.exit(3)")], NoExchange(), 1)
-    with pytest.raises(ResourceError, match="the process of rank 2 ended: exit status 3"):
+    arrived = f"{SENDS} c.poll(None)"
+    crew = Crew([member(arrived, Arrived()), member("import sys; sys.exit(3)")], NoExchange(), 1)
+    with pytest.raises(
+        ResourceError, match=r"rank 2 \(process \d+\) ended while starting: exit status 3"
+    ):
         crew.wait()
     crew.close()
 
@@ -193,6 +207,127 @@ def test_a_fork_cannot_run_it(
     with pytest.raises(ResourceError, match="a fork of the process"):
         crew.run(TASK, lambda: 5)
     crew.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_lets_go_of_it_alone(member: Callable[..., Member]) -> None:
+    """However it ends."""
+    crew = Crew([member(READS)], NoExchange(), 1)
+    fork = multiprocessing.get_context("fork").Process(target=crew.close)
+    fork.start()
+    fork.join(WAIT_S)
+    assert fork.exitcode == 0
+    assert crew.run(TASK, lambda: 5) == 5
+    assert not crew.parted
+    crew.close()
+
+
+def test_an_interrupted_end_leaves_no_process(
+    member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = member(WAITS)
+    crew = Crew([each], NoExchange(), 1)
+    waits = each.process.wait
+
+    def interrupted(timeout: float | None = None) -> int:
+        if timeout is not None:
+            raise KeyboardInterrupt
+        return waits()
+
+    monkeypatch.setattr(each.process, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        crew.close()
+    assert each.process.poll() == -signal.SIGKILL
+
+
+def test_one_that_was_stopped_in_a_step_is_named(
+    member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crews, "ENDING_S", 0.05)
+    first, second = member(WAITS), member(WAITS)
+    crew = Crew([first, second], NoExchange(), 1)
+    second.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, second.process.pid, os.WSTOPPED | os.WNOWAIT)
+    with pytest.raises(ResourceError, match=r"rank 2 \(process \d+\) was stopped"):
+        crew.run(TASK, fails)
+    crew.close()
+
+
+@pytest.fixture
+def arrived(monkeypatch: pytest.MonkeyPatch, member: Callable[..., Member]) -> list[Member]:
+    """The members that `start_crew` starts: one, which arrives and never meets."""
+    started: list[Member] = []
+
+    def start(setup: Setup) -> Member:
+        started.append(member(f"{SENDS} c.poll(None)", Arrived()))
+        return started[-1]
+
+    monkeypatch.setattr(crews, "_start", start)
+    return started
+
+
+def test_a_folder_that_is_removed_while_ranks_meet(
+    arrived: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = Event()
+
+    def meet(share: Share, store: Path, *seconds: float) -> None:
+        shutil.rmtree(store.parent)
+        hangs.wait(WAIT_S)  # as the store does
+
+    monkeypatch.setattr(crews, "meet", meet)
+    with pytest.raises(ResourceError, match="in which processes meet, was removed"):
+        start_crew(SETUP)
+    hangs.set()
+    assert arrived[0].process.poll() == -signal.SIGKILL
+
+
+def test_one_that_does_not_come_is_named(
+    arrived: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether this rank gives up first or not."""
+
+    def meet(*_: object) -> None:
+        raise PartedError("another rank has not come")
+
+    monkeypatch.setattr(crews, "meet", meet)
+    monkeypatch.setattr(crews, "MEET_S", 0.1)
+    with pytest.raises(ResourceError, match=r"rank 1 .* has not .* while meeting the others"):
+        start_crew(SETUP)
+    assert arrived[0].process.poll() == -signal.SIGKILL
+
+
+def test_a_full_folder_is_named_at_once(
+    arrived: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meet(*_: object) -> None:
+        raise ResourceError("cannot be written")
+
+    monkeypatch.setattr(crews, "meet", meet)
+    with pytest.raises(ResourceError, match="cannot be written"):
+        start_crew(SETUP)
+
+
+def test_one_that_ends_while_the_first_rank_reads_its_shard(
+    member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank reads to its end before that is said."""
+    crew = Crew([member(WAITS)], NoExchange(), 1)
+    crew.members[0].process.kill()
+    crew.members[0].process.wait()
+    read: list[str] = []
+
+    def load(*_: object, progress: Callable[[str], None]) -> None:
+        for module in ("first", "second"):
+            progress(module)
+            read.append(module)
+
+    monkeypatch.setattr(crews, "start_crew", lambda setup: crew)
+    monkeypatch.setattr(crews, "load_rank", load)
+    with pytest.raises(ResourceError, match=r"rank 1 .* ended while starting: signal SIGKILL"):
+        load_shared(SETUP, SHARD)
+    assert not read
+    assert not crew.close.alive
 
 
 def test_no_place_to_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

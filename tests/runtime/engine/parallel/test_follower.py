@@ -16,7 +16,15 @@ from lowbit.runtime.backends.exchange import GlooExchange, PartedError, meet
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.parallel import follower as followers
 from lowbit.runtime.engine.parallel.follower import follow
-from lowbit.runtime.engine.parallel.messages import Arrived, Met, Ready, Setup, decoded, encoded
+from lowbit.runtime.engine.parallel.messages import (
+    Arrived,
+    Met,
+    Reading,
+    Ready,
+    Setup,
+    decoded,
+    encoded,
+)
 from lowbit.runtime.models.loader import load_decoder, open_model
 from lowbit.runtime.models.ranks import load_rank
 from lowbit.runtime.models.shards import shard_of
@@ -103,6 +111,20 @@ def test_a_step_of_both_ranks_gives_the_logits_of_one(
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
     rank.link.close()
     assert isinstance(error_of(rank.ended), EOFError)
+
+
+def test_it_tells_what_it_has_read(
+    first: Callable[..., FirstRank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(followers, "LOOK_S", 0.0)
+    rank = first()
+    exchange = met(rank, tmp_path)
+    read = []
+    while isinstance(message := rank.next(), Reading):
+        read.append(message.module)
+    assert message == Ready()
+    assert "model.layers.0.mlp.down_proj" in read
+    del exchange
 
 
 def test_it_ends_when_the_first_rank_leaves_an_exchange(
