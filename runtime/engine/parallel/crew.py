@@ -85,9 +85,12 @@ class Crew:
         self._worker.start()
 
     @property
-    def parted(self) -> bool:
-        """True if a process has ended, so that no task runs any more."""
-        return any(member.process.poll() is not None for member in self.members)
+    def problem(self) -> LowbitError | None:
+        """Why no task runs any more: a step that has failed, or a process that has ended."""
+        for member in self.members:
+            if self._lost is None and member.process.poll() is not None:
+                return failure(member, None)
+        return self._lost
 
     def wait(self) -> None:
         """Wait until all have loaded their shards.

@@ -121,6 +121,7 @@ class Stepper:
         """Prepare the thread, which `start` starts."""
         self.problem: Problem | None = None
         self._engine, self._watch = model.engine, ChanceWatch(model.options)
+        self._crew = model.crew
         self._asked: SimpleQueue[Running | None] = SimpleQueue()
         self._running: list[Running] = []
         self._turned: float | None = None  # when the turn began; None while nobody waits
@@ -203,9 +204,14 @@ class Stepper:
             self._engine.step()
             self.problem = None
         except BaseException as error:
-            if self._running or self.problem is None:
+            if (self._running or self.problem is None) and not self._parted(error):
                 log.exception("a step failed")
             self.problem = problem_of(explained(error) or of_bug(error))
+
+    def _parted(self, error: BaseException) -> bool:
+        """True if a process that shares the model has ended, as the host says in a line."""
+        crew = self._crew
+        return crew is not None and crew.problem is not None and not _of_bug(error)
 
     def _fail(self, problem: Problem) -> None:
         for each in self._running:
@@ -276,9 +282,8 @@ def news_of(running: Running) -> tuple[list[int], More | None]:
             queued_s=None if running.told else handle.queued_s,
         )
     except LowbitError as error:
-        cause = error.__cause__
-        if cause is not None and explained(cause) is None:  # a bug, such as in a mask
-            log.error("request %s: an answer failed", running.id, exc_info=cause)
+        if _of_bug(error):  # such as in a mask
+            log.error("request %s: an answer failed", running.id, exc_info=error.__cause__)
         problem = problem_of(error)
         # Its tracebacks hold the sequence, and that the error.
         error.__traceback__ = error.__cause__ = error.__context__ = None
@@ -289,6 +294,11 @@ def news_of(running: Running) -> tuple[list[int], More | None]:
     finally:
         running.told = running.told or handle.begun
     return [], More(number, handle.reused, ended=True, problem=problem)
+
+
+def _of_bug(error: BaseException) -> bool:
+    """True if an error was raised because of a bug."""
+    return error.__cause__ is not None and explained(error.__cause__) is None
 
 
 def _new_log_probabilities(running: Running, count: int) -> list[TokenLogProbabilities]:
@@ -430,8 +440,8 @@ class EngineHost:
         """Report the engine's health until its thread ends, or another rank of the model."""
         told, told_at, crew = Health(), 0.0, self.model.crew
         while self.stepper.alive:
-            if crew is not None and crew.parted:
-                log.error("a process that shares the model has ended, and the engine's ends, too")
+            if crew is not None and (problem := crew.problem) is not None:
+                log.error("%s; the engine's process ends, too", problem)
                 return
             now = Health(self.stepper.stalled, self.stepper.problem)
             if now.stalled and not told.stalled:

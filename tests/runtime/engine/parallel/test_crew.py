@@ -91,7 +91,7 @@ def test_a_task_is_sent_and_done(member: Callable[..., Member]) -> None:
     crew = Crew([member(READS)], NoExchange(), 1)
     assert crew.run(TASK, lambda: 5) == 5
     assert crew.run(TASK, torch.is_inference_mode_enabled)
-    assert not crew.parted
+    assert crew.problem is None
     crew.close()
 
 
@@ -104,7 +104,7 @@ def test_a_killed_process_is_named_and_ends_all(member: Callable[..., Member]) -
     ) as found:
         crew.run(TASK, fails)
     assert found.value.hint is not None
-    assert crew.parted
+    assert crew.problem is not None
     assert first.ending() == "signal SIGKILL"
     with pytest.raises(ResourceError, match=r"rank 2 \(process \d+\) ended"):
         crew.run(TASK, lambda: 5)
@@ -218,7 +218,7 @@ def test_a_fork_lets_go_of_it_alone(member: Callable[..., Member]) -> None:
     fork.join(WAIT_S)
     assert fork.exitcode == 0
     assert crew.run(TASK, lambda: 5) == 5
-    assert not crew.parted
+    assert crew.problem is None
     crew.close()
 
 

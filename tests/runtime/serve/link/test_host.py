@@ -10,6 +10,9 @@ from typing import Any, cast
 
 import pytest
 
+from lowbit.formats.errors import ResourceError
+from lowbit.runtime.backends.exchange import PartedError
+from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.link.channel import Channel
 from lowbit.runtime.serve.link.host import Connection, EngineHost, Running
@@ -97,22 +100,72 @@ def test_answers_that_are_over_leave_nothing_behind(model: Model) -> None:
     asyncio.run(run())
 
 
-def test_it_ends_with_a_process_that_shares_the_model(model: Model) -> None:
-    crew = SimpleNamespace(parted=False)
+def lost(cause: Exception) -> ResourceError:
+    """The error of a step that has ended all processes, as a crew raises it."""
+    error = ResourceError("rank 1 (process 7) ended while running steps: signal SIGKILL")
+    error.__cause__ = cause
+    return error
+
+
+async def end_of(model: Model, crew: Any) -> AsyncIterator[Channel[Any]]:
+    """A channel to a host, then the end of that."""
+    ours, theirs = socket.socketpair()
+    host = EngineHost(replace(model, crew=cast("Any", crew)))
+    serving = asyncio.create_task(host.serve([Channel[Any](theirs, ToEngine)]))
+    here = Channel[Any](ours, FromEngine)
+    assert not serving.done()
+    yield here
+    assert await asyncio.wait_for(serving, 30)
+    assert not host.stepper.alive
+    here.close()
+
+
+def test_it_ends_with_a_process_that_shares_the_model(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    crew = SimpleNamespace(problem=None)
 
     async def run() -> None:
-        ours, theirs = socket.socketpair()
-        host = EngineHost(replace(model, crew=cast("Any", crew)))
-        serving = asyncio.create_task(host.serve([Channel[Any](theirs, ToEngine)]))
-        here = Channel[Any](ours, FromEngine)
-        assert isinstance(await anext(here.receive()), Facts)
-        assert not serving.done()
-        crew.parted = True
-        assert await asyncio.wait_for(serving, 30)
-        assert not host.stepper.alive
-        here.close()
+        async for here in end_of(model, crew):
+            assert isinstance(await anext(here.receive()), Facts)
+            crew.problem = lost(PartedError("no answer"))
 
     asyncio.run(run())
+    [record] = caplog.records
+    assert (
+        record.getMessage() == f"{lost(PartedError('no answer'))}; the engine's process ends, too"
+    )
+
+
+@pytest.mark.parametrize(
+    "cause", [PartedError("no answer"), ZeroDivisionError()], ids=["killed", "bug"]
+)
+def test_a_step_that_ends_all_processes_has_a_traceback_if_it_is_a_bug(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cause: Any
+) -> None:
+    crew = SimpleNamespace(problem=None)
+
+    def step(engine: Engine) -> bool:
+        crew.problem = lost(cause)
+        raise crew.problem
+
+    monkeypatch.setattr(Engine, "step", step)
+
+    async def run() -> None:
+        async for here in end_of(model, crew):
+            messages = here.receive()
+            assert isinstance(await anext(messages), Facts)
+            here.send(Settings(4, 10**9))
+            here.send(asking(1))
+            steps = [each async for each in messages if isinstance(each, Step)]
+            problem = steps[0].more[0].problem
+            assert problem is None or "rank 1" in problem.message
+
+    asyncio.run(run())
+    assert ("Traceback" in caplog.text) == isinstance(cause, ZeroDivisionError)
+    assert "rank 1 (process 7) ended" in caplog.text
+    monkeypatch.undo()
+    model.engine.step()  # forgets the request
 
 
 def test_a_grammar_lives_until_it_is_dropped_and_followed_to_the_end(model: Model) -> None:

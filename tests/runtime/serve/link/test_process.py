@@ -30,6 +30,14 @@ from tests.runtime.serve.conftest import BUNDLED, until
 
 pytestmark = pytest.mark.commands
 BODY = {"model": BUNDLED.name, "prompt": "Once", "max_tokens": 3}
+# The command, and with an engine that another follows however short it has lived
+COMMAND = """
+import sys
+from lowbit.runtime.cli.main import main
+if __name__ == "__main__":
+    main(sys.argv[1:])
+"""
+FOLLOWED = "from lowbit.runtime.serve import service\nservice.SHORT_LIFE_S = 0.0\n" + COMMAND
 LONG = {**BODY, "max_tokens": 100, "ignore_eos": True, "stream": True}
 
 
@@ -38,6 +46,14 @@ def children(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     found = [int(each) for task in tasks for each in task.read_text().split()]
     return [each for each in found if b"spawn_main" in command_of(each)]
+
+
+def rank_of(engine: int) -> int:
+    """The process that shares a model with an engine."""
+    tasks = Path(f"/proc/{engine}/task").glob("*/children")
+    found = [int(each) for task in tasks for each in task.read_text().split()]
+    [rank] = [each for each in found if b"parallel.follower" in command_of(each)]
+    return rank
 
 
 def command_of(pid: int) -> bytes:
@@ -56,9 +72,9 @@ def runs(pid: int) -> bool:
 
 
 @contextmanager
-def served(*options: str) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
+def served(*options: str, code: str = COMMAND) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
     """A server with its address and the number of its engine's process."""
-    command = [sys.executable, "-m", "lowbit.runtime", "serve", str(BUNDLED), "--port", "0"]
+    command = [sys.executable, "-c", code, "serve", str(BUNDLED), "--port", "0"]
     process = subprocess.Popen(
         [*command, "--device", "cpu", *options], stderr=subprocess.PIPE, text=True
     )
@@ -90,17 +106,9 @@ def test_the_end_of_the_engine_ends_requests_and_server() -> None:
 
 
 def test_another_engine_follows_if_it_is_asked_for() -> None:
-    code = (
-        "import sys\n"
-        "from lowbit.runtime.serve import service\n"
-        "service.SHORT_LIFE_S = 0.0\n"
-        "from lowbit.runtime.cli.main import main\n"
-        "if __name__ == '__main__':\n"
-        "    main(sys.argv[1:])\n"
-    )
     line = ("serve", str(BUNDLED), "--port", "0", "--device", "cpu", "--restart-engine")
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *line], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", FOLLOWED, *line], stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
     with process:
@@ -125,6 +133,42 @@ def test_another_engine_follows_if_it_is_asked_for() -> None:
             assert not runs(loading)
         finally:
             process.kill()
+
+
+def test_a_killed_rank_ends_requests_and_server() -> None:
+    with served("--tensor-parallel", "2") as (process, url, engine):
+        rank = rank_of(engine)
+        with httpx2.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as answer:
+            parts = answer.iter_text()
+            next(parts)
+            os.kill(rank, signal.SIGKILL)
+            rest = "".join(parts)
+        ending = f"rank 1 (process {rank}) ended while running steps: signal SIGKILL"
+        assert ending in rest
+        assert process.wait(30) == 1
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert f"{ending}; the engine's process ends, too" in said
+        assert "Traceback" not in said
+        assert not runs(engine)
+
+
+def test_another_engine_starts_its_ranks_again() -> None:
+    options = ("--tensor-parallel", "2", "--restart-engine")
+    with served(*options, code=FOLLOWED) as (process, url, engine):
+        asked = {**BODY, "temperature": 0}
+        before = httpx2.post(f"{url}/v1/completions", json=asked).json()
+        rank = rank_of(engine)
+        os.kill(rank, signal.SIGKILL)
+        assert process.stderr is not None
+        assert any("another engine runs" in line for line in process.stderr)
+        after = httpx2.post(f"{url}/v1/completions", json=asked).json()
+        assert after["choices"] == before["choices"]
+        [engine] = children(process.pid)
+        rank = rank_of(engine)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        assert not runs(rank)
 
 
 def test_the_engine_ends_with_a_server_that_is_killed() -> None:
