@@ -9,9 +9,11 @@ from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import device_choice, folders, json_option, model_name
 from lowbit.formats.shell.output import print_json
 from lowbit.runtime.cli.options import named_device
+from lowbit.runtime.thresholds import MOST_RANKS
 
 if TYPE_CHECKING:
     from lowbit.runtime.lab.expected import Speed
+    from lowbit.runtime.lab.ranks import SharedDemand
 
 LACKING = 1  # exit code
 
@@ -23,6 +25,7 @@ LACKING = 1  # exit code
       lowbit-run doctor
       lowbit-run doctor Qwen/Qwen3-8B --hub
       lowbit-run doctor qwen3-8b-int4 --drafter qwen3-8b-dflash-int4
+      lowbit-run doctor qwen3-8b-int4 --tensor-parallel 2
       lowbit-run doctor qwen3-8b-int4 --json
     """,
 )
@@ -37,11 +40,23 @@ LACKING = 1  # exit code
     shell_complete=folders,
     help="A drafter, as of --speculate dflash: check that it suits MODEL, and count its memory.",
 )
+@click.option(
+    "--tensor-parallel",
+    type=click.IntRange(2, MOST_RANKS),
+    metavar="N",
+    help="Show the memory of MODEL by process, where N share it, and which numbers can.",
+)
 @click.option("--hub", "ask_hub", is_flag=True, help="Ask whether the Hub can be reached, too.")
 @json_option
 @reported
 def doctor(
-    *, name: str | None, device: str | None, drafter: str | None, ask_hub: bool, as_json: bool
+    *,
+    name: str | None,
+    device: str | None,
+    drafter: str | None,
+    tensor_parallel: int | None,
+    ask_hub: bool,
+    as_json: bool,
 ) -> None:
     """Show what works on this machine, what is missing, and the speed to expect of MODEL.
 
@@ -51,21 +66,40 @@ def doctor(
     """
     if drafter is not None and name is None:
         raise click.UsageError("--drafter needs MODEL, which it drafts for.")
+    if tensor_parallel is not None and (name is None or drafter is not None):
+        raise click.UsageError("--tensor-parallel needs MODEL, and works without --drafter alone.")
     from lowbit.runtime.lab.checks import look
-    from lowbit.runtime.lab.tables import show_findings, show_speed
+    from lowbit.runtime.lab.tables import show_findings, show_ranks, show_speed
 
     findings = look(device, ask_hub)
     if not as_json:
         show_findings(findings)
     missing = {each.what for each in findings if each.state == "missing"}
-    speed = None if "PyTorch" in missing else _speed(name, device, drafter)
+    there = "PyTorch" not in missing
+    speed = _speed(name, device, drafter) if there else None
+    shared = _shared(name, device, tensor_parallel) if there else None
     if as_json:
-        found = [asdict(each) for each in findings]
-        print_json({"ok": not missing, "findings": found, "speed": speed and asdict(speed)})
-    elif speed is not None:
+        content = {"ok": not missing, "findings": [asdict(each) for each in findings]}
+        content |= {"speed": speed and asdict(speed), "shared": shared and asdict(shared)}
+        print_json(content)
+    if speed is not None and not as_json:
         show_speed(speed)
+    if shared is not None and not as_json:
+        show_ranks(shared)
     if missing:
         raise click.exceptions.Exit(LACKING)
+
+
+def _shared(name: str | None, device: str | None, ranks: int | None) -> "SharedDemand | None":
+    """Memory of a model by rank; None where no number of ranks is asked about."""
+    if name is None or ranks is None:
+        return None
+    import torch
+
+    from lowbit.runtime.lab.ranks import shared_demand
+
+    there = torch.cuda.is_available()
+    return shared_demand(name, device or ("cuda" if there else "cpu"), ranks)
 
 
 def _speed(name: str | None, device: str | None, drafter: str | None) -> "Speed | None":

@@ -24,10 +24,10 @@ def note_choices(model: "Model") -> None:
         chosen = model.kv_cache
         note(f"--kv-cache auto: {chosen.cache_type.name}, since {chosen.reason}")
     if model.crew is not None:
-        note(
-            f"--tensor-parallel {options.tensor_parallel}: as many processes share the model; its "
-            "tokens are those of one, but where two are about as likely"
-        )
+        from lowbit.runtime.models.shards import SAME_TOKENS  # needs torch
+
+        ranks = options.tensor_parallel
+        note(f"--tensor-parallel {ranks}: as many processes share the model; {SAME_TOKENS}")
     if options.activations != DEFAULT_ACTIVATIONS:
         note(f"activations: {options.activations} in all quantized linears but the head")
     if options.quantize is not None:

@@ -85,7 +85,7 @@ def load(
     asked = options = replace(options or LoadOptions(), **keywords)
     device = choose_device(options.device)  # before anything is fetched
     dtype = options.dtype or torch.bfloat16
-    _check_device(dtype, options, device)
+    check_device(dtype, options, device)
     folder = locate(str(folder)).folder
     drafter = None if options.drafter is None else locate(str(options.drafter)).folder
     started = time.perf_counter()
@@ -222,7 +222,7 @@ def _launches_here() -> "Launches | None":
     return read_launches(card_here())
 
 
-def _check_device(dtype: torch.dtype, options: LoadOptions, device: str) -> None:
+def check_device(dtype: torch.dtype, options: LoadOptions, device: str) -> None:
     """Refuse what runs on a CPU only.
 
     Raises:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what needs torch, which may be missing
     from lowbit.runtime.lab.http_load.bench import ServerResult
     from lowbit.runtime.lab.http_load.result import LoadResult, Percentiles
     from lowbit.runtime.lab.listing import Cache, Listed
+    from lowbit.runtime.lab.ranks import SharedDemand
 
 MARKS: Mapping[State, tuple[str, str]] = {
     "ok": ("✓", "green"),
@@ -79,6 +80,26 @@ def show_speed(speed: "Speed") -> None:
                 f"images: {gigabytes(each.vision_bytes)} more for the vision tower's weights, and "
                 f"room for an image{elsewhere if speed.device != 'cpu' else ''}"
             )
+
+
+def show_ranks(shared: "SharedDemand") -> None:
+    """A row for each rank, and what holds for all."""
+    from lowbit.runtime.engine.memory import gigabytes
+
+    title = f"shared by {len(shared.ranks)} processes, a sequence of {shared.context:,} tokens"
+    table = plain_table(title, ("rank",), ("weights", "cache", "states", "buffers", "memory"))
+    for each in shared.ranks:
+        parts = (each.weights, each.cache, each.states, each.buffers, each.total)
+        table.add_row(str(each.rank), *map(gigabytes, parts))
+    console = results()
+    console.print(table)
+    if shared.fits is False:
+        console.print("this is more than what is free")
+    fitting = ", ".join(map(str, shared.fitting))
+    console.print(f"numbers that divide heads, widths and groups: {fitting}")
+    console.print(f"with --tensor-parallel {len(shared.ranks)}: {shared.tokens}")
+    if shared.refused is not None:
+        console.print(shared.refused)
 
 
 def _drafter(found: "DrafterDemand") -> str:

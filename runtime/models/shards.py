@@ -39,6 +39,7 @@ from lowbit.runtime.weights.share import HEAD, PARTIAL_ENDS, WHOLE, Part, Share
 C = TypeVar("C", bound=Config)
 Stored = tuple[TensorInfo, DerivedRows | None]  # a tensor of a shard; None where it lies in a file
 
+SAME_TOKENS = "its tokens are those of one, but where two are about as likely"
 HEAD_ROWS = 64  # a rank's rows of the head begin at a multiple, where blocks of products do
 
 
@@ -122,11 +123,17 @@ def check_ranks(opened: OpenedModel, ranks: int) -> None:
     problem = next(_problems(opened, ranks), None) if ranks > 1 else None
     if problem is None:
         return
-    fit = [n for n in range(2, MOST_RANKS + 1) if next(_problems(opened, n), None) is None]
+    fit = ranks_that_fit(opened)
     raise RequestError(
         f"`tensor_parallel` {ranks}: {problem}",
         hint=f"numbers that fit: {', '.join(map(str, fit))}" if fit else "run it on one",
     )
+
+
+def ranks_that_fit(opened: OpenedModel) -> tuple[int, ...]:
+    """Numbers of ranks, two or more, that can share a model."""
+    counts = range(2, MOST_RANKS + 1)
+    return tuple(ranks for ranks in counts if next(_problems(opened, ranks), None) is None)
 
 
 def _problems(opened: OpenedModel, ranks: int) -> Iterator[str]:

@@ -1,0 +1,96 @@
+"""Memory by rank: what a rank loads, numbers that fit, and devices that do not run it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.cli.main import main
+from lowbit.runtime.lab import expected, ranks
+from lowbit.runtime.lab.ranks import shared_demand
+from lowbit.runtime.models.loader import open_model
+from lowbit.runtime.models.shards import SAME_TOKENS, shard_of
+from lowbit.runtime.state.device_state import new_state
+from lowbit.runtime.weights.share import Share
+from tests.runtime.conftest import QWEN3_5, PackedModel
+
+
+@pytest.fixture
+def folder(make_model: Callable[..., PackedModel]) -> str:
+    return str(make_model(**QWEN3_5, intermediate_size=128).folder)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    monkeypatch.setattr(expected, "read_bandwidth", lambda device: 20e9)
+    monkeypatch.setattr(expected, "products_per_s", lambda: 50e9)
+    monkeypatch.setattr(expected, "seconds_beside_read", lambda device, mixture: 1e-3)
+    return lambda *arguments: CliRunner().invoke(main, ("doctor", *arguments, "--device", "cpu"))
+
+
+def test_each_rank_counts_its_shard(folder: str) -> None:
+    shared, opened = shared_demand(folder, "cpu", 2), open_model(Path(folder))
+    assert [each.rank for each in shared.ranks] == [0, 1]
+    for each in shared.ranks:
+        shard = shard_of(opened, Share(each.rank, 2))
+        assert each.weights == shard.weight_bytes("cpu", torch.bfloat16)
+        state = new_state(shard.config, 0, 1, torch.bfloat16, "meta")
+        assert each.states == state.slots.size_bytes > 0
+        whole = opened.config.kv_layers * 2 * shared.context * shard.config.num_key_value_heads
+        assert each.cache == whole * opened.config.head_dim * 2
+        assert each.total == each.weights + each.cache + each.states + each.buffers
+    assert shared.fitting == (2, 4)
+    assert shared.refused is None
+
+
+@pytest.mark.parametrize(("free", "fits"), [(None, None), (10**12, True), (10**9, False)])
+def test_free_memory(
+    folder: str, monkeypatch: pytest.MonkeyPatch, free: int | None, fits: bool | None
+) -> None:
+    monkeypatch.setattr(ranks, "free_bytes", lambda device: free)
+    assert shared_demand(folder, "cpu", 2).fits is fits
+
+
+def test_a_number_that_does_not_divide_is_refused_with_those_that_do(folder: str) -> None:
+    with pytest.raises(RequestError, match="`tensor_parallel` 3: the model has") as found:
+        shared_demand(folder, "cpu", 3)
+    assert found.value.hint == "numbers that fit: 2, 4"
+
+
+def test_a_device_that_does_not_run_it_says_so(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise RequestError("is not implemented yet", hint="use another")
+
+    monkeypatch.setattr(ranks, "check_device", refuses)
+    monkeypatch.setattr(ranks, "free_bytes", lambda device: None)
+    assert shared_demand(folder, "cuda", 2).refused == "is not implemented yet; use another"
+
+
+def test_doctor_shows_a_row_for_each_rank(run: Callable[..., Result], folder: str) -> None:
+    done = run(folder, "--tensor-parallel", "2")
+    assert done.exit_code == 0, done.output
+    words = " ".join(done.stdout.split())
+    assert "shared by 2 processes" in words
+    assert "rank weights cache states buffers memory" in words
+    assert "numbers that divide heads, widths and groups: 2, 4" in words
+    assert SAME_TOKENS in words
+
+
+def test_doctor_has_the_same_as_json(run: Callable[..., Result], folder: str) -> None:
+    shared = json.loads(run(folder, "--tensor-parallel", "2", "--json").stdout)["shared"]
+    assert [each["rank"] for each in shared["ranks"]] == [0, 1]
+    assert (shared["fitting"], shared["tokens"]) == ([2, 4], SAME_TOKENS)
+    assert json.loads(run(folder, "--json").stdout)["shared"] is None
+
+
+@pytest.mark.parametrize("options", [("--tensor-parallel", "2"), ("x", "--tensor-parallel", "1")])
+def test_doctor_needs_a_model_and_a_number(
+    run: Callable[..., Result], options: tuple[str, ...]
+) -> None:
+    assert run(*options).exit_code == 2
