@@ -58,7 +58,7 @@ from lowbit.runtime.weights.share import Share
 
 T = TypeVar("T")
 Job = tuple[Callable[[], Any], "Future[Any]"]
-MODULE = "lowbit.runtime.engine.parallel.follower"
+MODULE = "lowbit.runtime.engine.parallel.start"
 
 
 class Crew:

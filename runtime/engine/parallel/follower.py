@@ -1,13 +1,9 @@
 """The process of a rank other than the first: it loads its shard and runs the first rank's tasks.
 
 It ends when the other end of its socket closes, whatever has ended the first rank; and with that
-process, too, since a fork of it may hold the other end for longer.
+process, too (see `start`), since a fork of it may hold the other end for longer.
 """
 
-import os
-import signal
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -39,13 +35,13 @@ from lowbit.runtime.state.device_state import new_state
 from lowbit.runtime.state.snapshots import Snapshots
 
 
-def main() -> int:
-    """Follow the first rank, which has given this process a socket, and the number of its own."""
-    threading.Thread(target=end_with, args=[int(sys.argv[2])], daemon=True).start()
-    for number in (signal.SIGINT, signal.SIGTERM):  # both may come to the whole group
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
-    with Connection(int(sys.argv[1])) as link:
+def run(number: int) -> int:
+    """Follow the first rank, which has given this process a socket.
+
+    Returns:
+        Exit status of the process.
+    """
+    with Connection(number) as link:
         try:
             follow(link)
         except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -110,13 +106,6 @@ def loaded(
     return FollowedDecoder(model, state, Snapshots(state.slots, cache.snapshots, staged=False))
 
 
-def end_with(parent: int) -> None:
-    """End this process once another one is its parent."""
-    while os.getppid() == parent:
-        time.sleep(LOOK_S)
-    os._exit(0)
-
-
 def _report(link: Connection, error: Exception) -> int:
     """Tell the first rank why this one ends; it may be why that one does."""
     found = explained(error)
@@ -130,9 +119,3 @@ def _report(link: Connection, error: Exception) -> int:
     except OSError:  # it has ended
         return 0
     return 1
-
-
-if __name__ == "__main__":
-    status = main()
-    sys.stderr.flush()
-    os._exit(status)  # threads of a group whose ranks have ended may wait for them

@@ -1,6 +1,5 @@
 """A follower in a thread of the test, which is its first rank, over a real exchange."""
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -147,14 +146,3 @@ def test_a_folder_that_is_gone(first: Callable[..., FirstRank], tmp_path: Path) 
 def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     with pytest.raises(PartedError, match="another rank has not come"):
         meet(Share(0, 2), tmp_path / "store", 0.1, 0.1)
-
-
-def test_a_follower_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork of the first rank may hold the socket for longer."""
-    ended: list[int] = []
-    parents = iter([7, 1])
-    monkeypatch.setattr(followers, "LOOK_S", 0)
-    monkeypatch.setattr(os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(os, "_exit", ended.append)
-    followers.end_with(7)
-    assert ended == [0]

@@ -52,7 +52,7 @@ def rank_of(engine: int) -> int:
     """The process that shares a model with an engine."""
     tasks = Path(f"/proc/{engine}/task").glob("*/children")
     found = [int(each) for task in tasks for each in task.read_text().split()]
-    [rank] = [each for each in found if b"parallel.follower" in command_of(each)]
+    [rank] = [each for each in found if b"parallel.start" in command_of(each)]
     return rank
 
 
