@@ -50,7 +50,7 @@ class Member:
 
     @property
     def doing(self) -> str:
-        """What it was last heard to do."""
+        """Its last known work, in words."""
         behind = f", after `{self.read}`" if self.read and STAGES[self.stage] is Met else ""
         return DOING[self.stage] + behind
 

@@ -81,7 +81,7 @@ def test_a_process_that_is_killed_ends_the_model(shorten: Shorten) -> None:
     os.kill(member.process.pid, signal.SIGKILL)
     for _ in range(2):
         with pytest.raises(
-            ResourceError, match="rank 1 .* ended while running steps: signal SIGKILL"
+            ResourceError, match=r"rank 1 .* ended while running steps: signal SIGKILL"
         ):
             model.generate("Which?", max_new_tokens=8)
     model.close()
