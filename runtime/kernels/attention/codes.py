@@ -6,19 +6,26 @@ Scores  Queries become numbers of 16 bits, q = s * (256 * high + low): their upp
         rows g of A, their lower bytes the rows g + 8, which BF16 leaves empty. So one product of
         integers multiplies both, exactly, and keys are used as they are loaded. |error| of an
         element is at most max|q| / 65278; BF16 has |q| / 256
-Values  Codes become BF16, exactly, two instructions each; their scales are multiplied into the
-        weights before those are rounded to BF16
+Values  Weights of 32 keys, times the scales of their values, become integers of up to 2^14, of two
+        such bytes: w = unit * (256 * high + low) with a power of two as unit. Bytes of four keys
+        are put side by side, two instructions for four codes, and products are exact again.
+        |error| of a weight is at most 2^-14 of the largest weight times the largest scale of the
+        32 keys; BF16 has 2^-9 of its own
 
 Lane 4 * g + t loads the scales of key 4 * g + t of the warp's 32, that of the key in the lower half
 of a word, and hands them to the lanes that have the key's scores. A token's heads stand in shared
-memory, PLAN.staged bytes apart: upper bytes of queries, lower bytes of queries, codes of keys, of
-values (of the token itself first, then of earlier tokens of the step), then all their scales.
+memory: queries, whose upper and lower bytes take turns, 2 * PLAN.staged bytes apart; codes of keys,
+of values (of the token itself first, then of earlier tokens of the step), PLAN.staged bytes apart;
+then all their scales.
+
+Rows past the end of a sequence are read as they are, in its last page: their scores are hidden, and
+their values have no scale.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.attention.page_rows import PAGE_ROWS, row_number
+from lowbit.runtime.kernels.attention.page_rows import PAGE_ROWS
 from lowbit.runtime.kernels.attention.rotate_heads import rotated
 from lowbit.runtime.kernels.ptx.memory import (
     load_shared4,
@@ -30,13 +37,11 @@ from lowbit.runtime.kernels.ptx.mma import (
     as_float,
     as_word,
     bytes_of,
-    code_pairs,
     from_lane,
     high_half,
     integer_mma,
     largest,
     low_half,
-    mma,
     nearest,
     quotient,
     words_where,
@@ -45,6 +50,10 @@ from lowbit.runtime.kernels.ptx.mma import (
 MOST_CODE = gl.constexpr(127.0)
 INFINITY = gl.constexpr(0x7F800000)
 MOST_DIGITS = gl.constexpr(32639.0)  # 256 * 127 + 127
+DIGIT_BITS = gl.constexpr(13)  # of the integer of the largest weight, but for the first
+LEAST = gl.constexpr(0x0D800000)  # bits of 2^-100
+NOT_A_NUMBER = gl.constexpr(0x7FC00000)
+ROUNDER = gl.constexpr(1.5 * 2**23)
 
 
 @gluon.jit
@@ -52,15 +61,24 @@ def load_scales(bases, page, row, end, g, t, wanted, PLAN: gl.constexpr):
     """The scales of key 4 * g + t and of its value in a word; row: of key g.
 
     bases: keys, values, scales of keys and of values of this head in row 0 of page 0.
+
+    Those of rows from `end` on are zeros.
     """
-    at = row_number(page, row + 3 * g + t, end) * PLAN.stored
+    at = row_of_codes(page, row + 3 * g + t) * PLAN.stored
     if wanted is None:
         k = gl.load(bases[2] + at)
         v = gl.load(bases[3] + at)
     else:
         k = gl.load(bases[2] + at, mask=wanted, other=0.0)
         v = gl.load(bases[3] + at, mask=wanted, other=0.0)
-    return _two_scales(k.to(gl.float32), v.to(gl.float32))
+    both = _two_scales(k.to(gl.float32), v.to(gl.float32))
+    return gl.where(row + 3 * g + t < end, both, 0)
+
+
+@gluon.jit
+def row_of_codes(page, row):
+    """Number of a row among those of all pages, whether or not it is before the end."""
+    return (page * PAGE_ROWS + (row & (PAGE_ROWS - 1))).to(gl.int64)
 
 
 @gluon.jit
@@ -117,10 +135,13 @@ def stage_codes(
             b = nearest(quotient(y[2 * j + 1], scale))
             word = lane + 32 * j
             inside = there & (word < D // 2)
-            to = buffer + row * PLAN.staged + word * 2
+            part = word % 8 // 2  # of a chunk: its words of four codes
+            half = (part // 2) ^ (row & 1)
+            at = row * (2 * PLAN.staged) + word // 8 * 32 + half * 16 + part % 2 * 8 + word % 2 * 2
+            of_other = (SHARED + row) * PLAN.staged + word * 2
             low = bytes_of(a, b, 0x4040)
-            store_shared2(to, bytes_of(a + 128, b + 128, 0x5151), inside & of_query)
-            store_shared2(to + SHARED * PLAN.staged, low, inside)
+            store_shared2(buffer + at, bytes_of(a + 128, b + 128, 0x5151), inside & of_query)
+            store_shared2(buffer + gl.where(of_query, at + 4, of_other), low, inside)
             gl.store(codes_at + word, low.to(gl.int16), mask=inside & (new | new_value))
         for s in gl.static_range(2):
             to = bases[2 + s] + new_scale
@@ -135,36 +156,46 @@ def staged_scale(buffer, row, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def query_digits(at, j: gl.constexpr, t, PLAN: gl.constexpr):
-    """Upper and lower bytes of the j-th chunk of a query in shared memory, four words each."""
-    high = load_shared16(at + j * 64)
-    low = load_shared16(at + (PLAN.heads.shared * PLAN.staged + j * 64))
+def query_places(buffer, row, t, PLAN: gl.constexpr):
+    """Where a lane's fragments of a query begin: of the first and of the last 8 of its 16 elements.
+
+    The halves of a chunk are swapped in every second query, whose lanes would share banks.
+    """
+    at = buffer + row * (2 * PLAN.staged) + t * 32
+    swapped = (row & 1) * 16
+    return at + swapped, at + 16 - swapped
+
+
+@gluon.jit
+def _digits(at, j: gl.constexpr, t, PLAN: gl.constexpr):
+    """Words of upper and lower bytes in turn, of half of the j-th chunk of a query."""
+    words = load_shared16(at, j * 128)
     if PLAN.heads.dim < 64:  # past the head
-        high = words_where(t < PLAN.heads.dim // 16, high)
-        low = words_where(t < PLAN.heads.dim // 16, low)
-    return high + low
+        words = words_where(t < PLAN.heads.dim // 16, words)
+    return words
 
 
 @gluon.jit
 def code_scores(q, keys, zero_f32, t, PLAN: gl.constexpr):
-    """`key_scores` of codes, and the scales of the values of those keys.
+    """`key_scores` of codes, and the scales of the values of those keys; then the largest of all.
 
-    q: the query's place in shared memory, and its scale.
+    q: places of the query in shared memory, and its scale.
     """
     CHUNKS: gl.constexpr = PLAN.chunks
     BLOCKS: gl.constexpr = (len(keys) - 1) // CHUNKS
-    words, scale = q
+    first, second, scale = q
     zero = zero_f32.to(gl.int32)
     sums = ()
     for _ in gl.static_range(BLOCKS):
         sums = sums + ((zero, zero, zero, zero),)
     for j in gl.static_range(CHUNKS):
-        a = query_digits(words, j, t, PLAN)
+        a = _digits(first, j, t, PLAN)
+        c = _digits(second, j, t, PLAN)
         new = ()
         for b in gl.static_range(BLOCKS):
             k = keys[b * CHUNKS + j]
-            s = integer_mma(sums[b], a[0], a[4], a[1], a[5], k[0], k[1])
-            new = new + (integer_mma(s, a[2], a[6], a[3], a[7], k[2], k[3]),)
+            s = integer_mma(sums[b], a[0], a[1], a[2], a[3], k[0], k[1])
+            new = new + (integer_mma(s, c[0], c[1], c[2], c[3], k[2], k[3]),)
         sums = new
     scores = ()
     shares = ()
@@ -174,7 +205,7 @@ def code_scores(q, keys, zero_f32, t, PLAN: gl.constexpr):
             product = _of_digits(sums[b][i], sums[b][2 + i])
             scores = scores + (product * (low_half(both) * scale),)
             shares = shares + (high_half(both),)
-    return scores, shares
+    return scores, shares + (as_float(largest(keys[len(keys) - 1] >> 16 & 0x7FFF) << 16),)
 
 
 @gluon.jit
@@ -208,19 +239,66 @@ def new_columns(value, d, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def add_code_column(c, values, quad: gl.constexpr, b, PLAN: gl.constexpr):
-    """`add_column` of codes."""
+def digits_of_weights(p, highest, shares):
+    """Weights of 32 keys and head g times the scales of their values, as two bytes and a unit.
+
+    p: of the lane's keys; highest: of all; shares: of `code_scores`.
+
+    Returns:
+        Words of upper and lower bytes of the first 16 keys, then of the last, as fragments of B
+        with the keys in the order of `value_products`; and the unit, NaN where a scale is.
+    """
+    most = as_word(highest * shares[8])  # none is above, and it waits for no other lane
+    power = (gl.maximum(most, LEAST) & INFINITY) - (DIGIT_BITS << 23)
+    unit = as_float(gl.where(most >= INFINITY, NOT_A_NUMBER, power))
+    inverse = as_float((254 << 23) - power)
+    low = ()
+    high = ()
+    for i in gl.static_range(8):
+        x = gl.fma(p[i] * shares[i], inverse, ROUNDER)  # an integer in the last bits
+        low = low + (as_word(x),)
+        high = high + (as_word(x + 128.0),)
+    words = ()
+    for i in gl.static_range(2):
+        words = words + (_four(high, 4 * i, 0x0051), _four(low, 4 * i, 0x0040))
+    return words, unit
+
+
+@gluon.jit
+def _four(words, i: gl.constexpr, SELECTED: gl.constexpr):
+    """A byte each of four words from the i-th on."""
+    first = bytes_of(words[i], words[i + 1], SELECTED)
+    second = bytes_of(words[i + 2], words[i + 3], SELECTED)
+    return bytes_of(first, second, 0x5410)
+
+
+@gluon.jit
+def _two_rows(values, key: gl.constexpr, quad: gl.constexpr, PLAN: gl.constexpr):
+    """The bytes of two keys' values side by side, for both columns of a quad."""
     LOADS: gl.constexpr = PLAN.loads
     QUADS: gl.constexpr = PLAN.piece // 2  # of a load
-    for pair in gl.static_range(len(b) // 2):
-        a = ()
-        for i in gl.static_range(2):
-            first = values[(4 * pair + 2 * i) * LOADS + quad // QUADS][quad % QUADS // 2]
-            second = values[(4 * pair + 2 * i + 1) * LOADS + quad // QUADS][quad % QUADS // 2]
-            if quad % 2 == 0:
-                both = bytes_of(first, second, 0x5410)
-            else:
-                both = bytes_of(first, second, 0x7632)
-            a = a + code_pairs(both)
-        c = mma(c, *a, b[2 * pair], b[2 * pair + 1])
-    return c
+    first = values[key * LOADS + quad // QUADS][quad % QUADS // 2]
+    second = values[(key + 1) * LOADS + quad // QUADS][quad % QUADS // 2]
+    return bytes_of(first, second, 0x5140 if quad % 2 == 0 else 0x7362)
+
+
+@gluon.jit
+def value_products(values, quad: gl.constexpr, words, zero_f32, PLAN: gl.constexpr):
+    """Sums of values of 32 keys times their weights, for the columns of a quad, in units.
+
+    words: of `digits_of_weights`.
+    """
+    zero = zero_f32.to(gl.int32)
+    high = (zero, zero, zero, zero)
+    low = high
+    a = ()
+    for i in gl.static_range(2):
+        two = _two_rows(values, 4 * i, quad, PLAN)
+        more = _two_rows(values, 4 * i + 2, quad, PLAN)
+        a = a + (bytes_of(two, more, 0x5410), bytes_of(two, more, 0x7632))
+    high = integer_mma(high, *a, words[0], words[2])
+    low = integer_mma(low, *a, words[1], words[3])
+    sums = ()
+    for i in gl.static_range(4):
+        sums = sums + (_of_digits(high[i], low[i]),)
+    return sums

@@ -34,6 +34,7 @@ from lowbit.runtime.kernels.attention.whole import attention_whole_kernel
 from lowbit.runtime.kernels.attention.whole_splits import attention_whole_splits_kernel
 from lowbit.runtime.kernels.launch.attention import attention_launch
 from lowbit.runtime.kernels.launch.device import (
+    card_of,
     hopper_registers,
     power_of_two,
     programmatic_launch,
@@ -62,9 +63,8 @@ def attention_decode(qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: S
     heads = heads_of(qkv, layer, pages)
     Hq, D = heads.queries, heads.dim
     tiles = in_programs(heads)
-    launch = attention_launch(
-        tiles.kv, tiles.shared, D, step.max_kv_len, M, tokens_per_sequence, pages.quantized
-    )
+    sizes = tiles.kv, tiles.shared, D, step.max_kv_len, M, tokens_per_sequence, pages.quantized
+    launch = attention_launch(*sizes, card_of(qkv).is_hopper and heads.kv % 2 == 0)
     pdl = programmatic_launch(qkv)
     gains = None if layer.q_norm is None else layer.q_norm.dtype
     constants = plan(heads, gains, launch, tokens_per_sequence, pdl, pages.quantized)

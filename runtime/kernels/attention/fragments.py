@@ -12,19 +12,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.attention.codes import (
-    add_code_column,
     code_scores,
+    digits_of_weights,
     fresh_scales,
     load_scales,
+    row_of_codes,
+    value_products,
 )
 from lowbit.runtime.kernels.attention.page_rows import row_number
 from lowbit.runtime.kernels.ptx.memory import (
     load_shared8,
     load_shared16,
     stream8,
-    stream8_if,
+    stream8_or_any,
     stream16,
     stream16_if,
+    stream16_or_any,
 )
 from lowbit.runtime.kernels.ptx.mma import across, bf16_pair, bytes_of, from_lane, mma, words_where
 
@@ -36,16 +39,17 @@ def load_keys(bases, page, row, end, g, t, wanted, PLAN: gl.constexpr):
     Behind those of codes follow their scales.
 
     bases: addresses of this head's keys and values in row 0 of page 0, and of their scales; row: of
-    key g in the first block; wanted: the warps that load, others get zeros. None: all load.
+    key g in the first block; wanted: the warps that load, others get zeros, of codes anything.
+    None: all load.
     """
     BLOCKS: gl.constexpr = PLAN.keys.blocks
     CHUNKS: gl.constexpr = PLAN.chunks
     keys = ()
     for b in gl.static_range(BLOCKS):
-        at = bases[0] + row_number(page, row + b * 8, end) * PLAN.row
+        at = bases[0] + _number(page, row, b * 8, end, PLAN) * PLAN.row
         for j in gl.static_range(CHUNKS):
             chunk = at + gl.minimum(4 * j + t, PLAN.heads.dim * PLAN.size // 16 - 1) * 16
-            keys = keys + (stream16(chunk) if wanted is None else stream16_if(chunk, wanted),)
+            keys = keys + (_stream16(chunk, wanted, PLAN),)
     if PLAN.quantized:
         keys = keys + (load_scales(bases, page, row, end, g, t, wanted, PLAN),)
     return keys
@@ -63,15 +67,37 @@ def load_values(bases, page, row, end, g, wanted, PLAN: gl.constexpr):
     values = ()
     for b in gl.static_range(BLOCKS):
         for i in gl.static_range(2):
-            at = bases[1] + row_number(page, row + b * 8 + i, end) * PLAN.row
+            at = bases[1] + _number(page, row, b * 8 + i, end, PLAN) * PLAN.row
             for j in gl.static_range(LOADS):
                 piece = at + _piece(j, g, PLAN)
                 if PLAN.piece == 8:
-                    one = stream8(piece) if wanted is None else stream8_if(piece, wanted)
+                    one = stream8(piece) if wanted is None else stream8_or_any(piece, wanted)
                 else:
-                    one = stream16(piece) if wanted is None else stream16_if(piece, wanted)
+                    one = _stream16(piece, wanted, PLAN)
                 values = values + (one,)
     return values
+
+
+@gluon.jit
+def _stream16(address, wanted, PLAN: gl.constexpr):
+    """16 bytes in lanes that want them; None: all. The others get zeros, of codes anything."""
+    if wanted is None:
+        words = stream16(address)
+    elif PLAN.quantized:
+        words = stream16_or_any(address, wanted)
+    else:
+        words = stream16_if(address, wanted)
+    return words
+
+
+@gluon.jit
+def _number(page, row, i: gl.constexpr, end, PLAN: gl.constexpr):
+    """`row_number` of the i-th row after one; of codes also of rows past the end, see `codes`."""
+    if PLAN.quantized:
+        number = row_of_codes(page, row) + i
+    else:
+        number = row_number(page, row + i, end)
+    return number
 
 
 @gluon.jit
@@ -198,16 +224,17 @@ def visible(scores, row, end, t, scale):
 
 @gluon.jit
 def online_softmax(top, total, scores):
-    """Online softmax over new scores, in powers of two: top, total of this lane, fade, p.
+    """Online softmax over new scores, in powers of two: top, total of this lane, fade, p, highest.
 
     top is finite: the score of the new token to begin with. Scores that are all hidden change
-    nothing, not even in the last bit.
+    nothing, not even in the last bit. highest: of the p of all lanes of the head.
     """
-    new_top = top
-    for i in gl.static_range(len(scores)):
-        new_top = gl.maximum(new_top, scores[i])
-    new_top = gl.maximum(new_top, across(new_top, 1))
-    new_top = gl.maximum(new_top, across(new_top, 2))
+    new = scores[0]
+    for i in gl.static_range(1, len(scores)):
+        new = gl.maximum(new, scores[i])
+    new = gl.maximum(new, across(new, 1))
+    new = gl.maximum(new, across(new, 2))
+    new_top = gl.maximum(top, new)
     fade = gl.exp2(top - new_top)
     total = total * fade
     p = ()
@@ -215,58 +242,57 @@ def online_softmax(top, total, scores):
         one = gl.exp2(scores[i] - new_top)
         total += one
         p = p + (one,)
-    return new_top, total, fade, p
+    return new_top, total, fade, p, gl.exp2(new - new_top)
 
 
 @gluon.jit
-def add_values(acc, fade, p, shares, values, zero_f32, t, PLAN: gl.constexpr):
+def add_values(acc, fade, p, highest, shares, values, zero_f32, t, PLAN: gl.constexpr):
     """Acc * fade + v^T @ p: columns 2 * u and 2 * u + 1 of chunks 8 * j + g, heads 2 * t and + 1.
 
-    p, as the scores lie in the lanes, is a B fragment; shares: see `key_scores`; fade is that of
+    p, as the scores lie in the lanes, is a B fragment; highest: of `online_softmax`; shares: see
+    `key_scores`; fade is that of
     head g. None: acc is zero.
     """
-    b = weight_words(p, shares, zero_f32, PLAN)
+    b = weight_words(p, highest, shares, zero_f32, PLAN)
     if fade is not None:
         even = from_lane(fade, t * 8)
         odd = from_lane(fade, t * 8 + 4)
+    if PLAN.quantized:
+        even_unit = from_lane(b[1], t * 8)
+        odd_unit = from_lane(b[1], t * 8 + 4)
     new = ()
     for quad in gl.static_range(4 * PLAN.sets):
         c = acc[quad]
         if fade is not None:
             c = (c[0] * even, c[1] * odd, c[2] * even, c[3] * odd)
-        new = new + (add_column(c, values, quad, b, zero_f32, PLAN),)
+        if PLAN.quantized:
+            n = value_products(values, quad, b[0], zero_f32, PLAN)
+            low = gl.fma(n[0], even_unit, c[0]), gl.fma(n[1], odd_unit, c[1])
+            c = low + (gl.fma(n[2], even_unit, c[2]), gl.fma(n[3], odd_unit, c[3]))
+        else:
+            c = add_column(c, values, quad, b[0], zero_f32, PLAN)
+        new = new + (c,)
     return new
 
 
 @gluon.jit
-def weight_words(p, shares, zero_f32, PLAN: gl.constexpr):
-    """The weights of a turn's keys as the B fragment that values are multiplied by."""
-    BLOCKS: gl.constexpr = PLAN.keys.blocks
-    words = ()
-    for b in gl.static_range(BLOCKS):
-        low = p[2 * b]
-        high = p[2 * b + 1]
-        if PLAN.quantized:
-            low = low * shares[2 * b]
-            high = high * shares[2 * b + 1]
-        words = words + (bf16_pair(low, high),)
-    if PLAN.keys.blocks == 1:
-        words = words + (zero_f32.to(gl.int32),)
-    return words
+def weight_words(p, highest, shares, zero_f32, PLAN: gl.constexpr):
+    """Weights of a turn's keys as the B fragment that values are multiplied by, and its unit."""
+    if PLAN.quantized:
+        found = digits_of_weights(p, highest, shares)
+    else:
+        words = ()
+        for b in gl.static_range(len(p) // 2):
+            words = words + (bf16_pair(p[2 * b], p[2 * b + 1]),)
+        if len(p) == 2:
+            words = words + (zero_f32.to(gl.int32),)
+        found = (words, zero_f32 + 1.0)
+    return found
 
 
 @gluon.jit
 def add_column(c, values, quad: gl.constexpr, b, zero_f32, PLAN: gl.constexpr):
-    """C + v^T @ p of the columns of a quad; b: see `weight_words`."""
-    if PLAN.quantized:
-        c = add_code_column(c, values, quad, b, PLAN)
-    else:
-        c = _add_bf16_column(c, values, quad, b, zero_f32, PLAN)
-    return c
-
-
-@gluon.jit
-def _add_bf16_column(c, values, quad: gl.constexpr, b, zero_f32, PLAN: gl.constexpr):
+    """C + v^T @ p of the columns of a quad, in BF16; b: words of `weight_words`."""
     SETS: gl.constexpr = PLAN.sets
     first = values[quad // 4][quad % 4]
     second = values[SETS + quad // 4][quad % 4]

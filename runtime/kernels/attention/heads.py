@@ -18,6 +18,7 @@ from lowbit.runtime.kernels.launch.attention import (
     head_row_bytes,
     heads_bytes,
     join_bytes,
+    ring_of,
 )
 from lowbit.runtime.kernels.ptx.memory import declaration
 from lowbit.runtime.state.pages import KVPages
@@ -101,7 +102,13 @@ class Plan:
     ahead: int
     early: bool  # the next kernel may start before this one has its input
     pdl: bool  # the kernel may start before the one that feeds it ends
-    buffer: str  # the declaration of the shared memory
+    ring: int  # blocks of a warp's ring in shared memory; 0 loads them into registers
+    entry: int  # bytes of a block in the ring
+    ring_at: int  # bytes from the shared memory's begin to the first warp's ring
+    ring_bytes: int  # from one warp's ring to the next
+    scales_in_ring: int  # bytes from a ring to the words with its scales
+    shared: int  # bytes of shared memory, with rings
+    buffer: str  # the declaration of the shared memory without rings
 
 
 @cache
@@ -126,6 +133,9 @@ def plan(
     sums = max(warps, launch.splits) if launch.joined else warps
     query = 2 * heads.dim if heads.gated else heads.dim
     size = 1 if quantized else 2
+    running = launch.warps or warps
+    own = join_bytes(heads.shared, heads.dim, sums, launch.parts, tokens_per_sequence, quantized)
+    ring = ring_of(launch, heads.dim, quantized)
     piece = 8 if quantized and columns < 128 else 16
     return Plan(
         heads=heads,
@@ -154,12 +164,16 @@ def plan(
         splits=launch.splits if launch.joined else 1,
         groups=groups,
         warps=warps,
-        running=launch.warps or warps,
+        running=running,
         turn=warps * KEYS * keys.blocks,
         ahead=launch.ahead,
         early=launch.early and not split,
         pdl=pdl,
-        buffer=declaration(
-            join_bytes(heads.shared, heads.dim, sums, launch.parts, tokens_per_sequence, quantized)
-        ),
+        ring=launch.ring,
+        entry=ring.entry,
+        ring_at=-(-own // 128) * 128,
+        ring_bytes=ring.bytes,
+        scales_in_ring=ring.scales,
+        shared=-(-own // 128) * 128 + running * ring.bytes if launch.ring else own,
+        buffer=declaration(own),
     )

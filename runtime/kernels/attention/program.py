@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.attention.codes import (
     new_columns,
+    query_places,
     stage_codes,
     staged_scale,
 )
@@ -175,7 +176,7 @@ def score_new_key(
             qkv, key, bases[0], new_at, rotations, buffer, head, token, warp, lane, zero_f32, eps,
             PLAN,
         )  # fmt: skip
-        if PLAN.tokens_per_sequence > 1:
+        if PLAN.tokens_per_sequence > 1 and len(keys) > 0:
             any_fresh = until > first
             if any_fresh:
                 values = with_fresh_values(
@@ -192,7 +193,9 @@ def score_new_key(
         for j in gl.static_range(CHUNKS):
             q = q + (load_queries(q_at, j, t, PLAN),)
     if PLAN.quantized:
-        q = (q, staged_scale(heads, gl.minimum(g, PLAN.most_row), PLAN))
+        row_of = gl.minimum(g, PLAN.most_row)
+        first_half, second_half = query_places(heads, row_of, t, PLAN)
+        q = (first_half, second_half, staged_scale(heads, row_of, PLAN))
         k_scale = staged_scale(heads, PLAN.heads.shared + lane * 0, PLAN)
         new_key = new_key + (as_word(k_scale) >> 16,)
         at = heads + (PLAN.key_row + PLAN.tokens_per_sequence) * PLAN.staged + value
@@ -201,7 +204,7 @@ def score_new_key(
     buffer += PLAN.heads_bytes
     first_score = key_scores(q, new_key, zero_f32, t, PLAN)[0]
     new_score = from_lane(first_score[0] * scale, g * 4)  # every column is the new key
-    if PLAN.tokens_per_sequence > 1:
+    if PLAN.tokens_per_sequence > 1 and len(keys) > 0:
         any_fresh = until > first
         if any_fresh:
             keys = with_fresh_keys(keys, heads, row + g, end, first, position, g, t, PLAN)
@@ -257,8 +260,8 @@ def attend_turns(
         page = next_page
         next_page = page_of(table, row + 2 * stride, end)
         scores = visible(scores, row, end, t, scale)
-        top, total, fade, p = online_softmax(top, total, scores)
-        acc = add_values(acc, fade, p, shares, values, zero_f32, t, PLAN)
+        top, total, fade, p, highest = online_softmax(top, total, scores)
+        acc = add_values(acc, fade, p, highest, shares, values, zero_f32, t, PLAN)
         row += stride
         values = load_values(bases, page, row + 2 * t, end, g, None, PLAN)
         until = at + stride + PLAN.turn
@@ -274,8 +277,8 @@ def attend(
     acc, top, total = softmax
     scores, shares = key_scores(q, keys, zero_f32, t, PLAN)
     scores = visible(scores, row, end, t, scale)
-    top, total, fade, p = online_softmax(top, total, scores)
-    acc = add_values(acc, None if FIRST else fade, p, shares, values, zero_f32, t, PLAN)
+    top, total, fade, p, highest = online_softmax(top, total, scores)
+    acc = add_values(acc, None if FIRST else fade, p, highest, shares, values, zero_f32, t, PLAN)
     return acc, top, total
 
 

@@ -3,13 +3,15 @@
 For steps of many tokens, which are programs enough. A split has one turn of keys here, whose blocks
 are those of as many warps elsewhere; its warp takes them one after another and joins them as
 `weigh_warps` and `sum_warps` do. The splits wait in shared memory and are joined as
-`_attention_join_kernel` joins them.
+`_attention_join_kernel` joins them. Blocks come into registers while the one before is multiplied,
+or through a ring in shared memory (`ring`), which leaves registers to the products.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowbit.runtime.kernels.attention.codes import value_products
 from lowbit.runtime.kernels.attention.fragments import (
     add_column,
     key_scores,
@@ -32,15 +34,25 @@ from lowbit.runtime.kernels.attention.program import (
     own_sums,
     score_new_key,
 )
+from lowbit.runtime.kernels.attention.ring import (
+    begin_block,
+    begin_following,
+    split_pages,
+    take_keys,
+    take_values,
+)
 from lowbit.runtime.kernels.attention.whole import attend_whole
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
+    commit_copies,
     floats,
     load4,
     load_shared16,
-    shared_buffer,
+    shared_memory,
     store_shared4,
     store_shared16,
+    wait_copies,
+    warp_barrier,
 )
 from lowbit.runtime.kernels.ptx.mma import (
     across,
@@ -63,8 +75,8 @@ def attention_whole_splits_kernel(
 
     No other token of the sequence is in the step.
     """
-    BUFFER: gl.constexpr = PLAN.buffer
-    buffer = shared_buffer(BUFFER)  # once for both
+    BYTES: gl.constexpr = PLAN.shared
+    buffer = shared_memory(BYTES, PLAN.running, table_stride < 0)  # once for both
     position = gl.load(positions_ptr + gl.program_id(1))  # of an earlier step: before the wait
     rope_ptrs = (cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr)
     page_ptrs = (k_ptr, v_ptr, k_scales_ptr, v_scales_ptr)
@@ -91,6 +103,7 @@ def _attend_splits(
     SHARED: gl.constexpr = PLAN.heads.shared
     D: gl.constexpr = PLAN.heads.dim
     TURN: gl.constexpr = PLAN.keys.turn
+    AHEAD: gl.constexpr = PLAN.ring - 1  # blocks on their way
     thread = threads(WARPS)
     warp, lane, zero, zero_f32 = thread
     g = lane // 4
@@ -102,7 +115,16 @@ def _attend_splits(
     table = tables_ptr.to(gl.int64, bitcast=True) + sequence.to(gl.int64) * table_stride * 4
     bases = bases_of(page_ptrs, head, column, PLAN)
     new_page = page_of(table, position + zero, position + 1)
-    loaded = _load_block(bases, table, warp * TURN, position, 0, g, t, PLAN)
+    loaded = ()
+    pages = ()
+    ring = buffer + zero + PLAN.ring_at + warp * PLAN.ring_bytes
+    if PLAN.ring > 0:
+        pages = split_pages(table, warp, position, PLAN)
+        for i in gl.static_range(AHEAD):
+            begin_block(bases, pages, warp, position, i, i, ring, lane, PLAN)
+            commit_copies()
+    else:
+        loaded = _load_block(bases, table, warp * TURN, position, 0, g, t, PLAN)
     rotations = load_rotations(rope_ptrs, angle, warp, lane, zero, PLAN)
     if PLAN.pdl:
         gdc_wait()
@@ -119,13 +141,23 @@ def _attend_splits(
     for first in gl.static_range(0, SPLITS, WARPS):
         split = first + warp
         acc, top, total = nothing_yet(new_score, zero_f32, PLAN)
+        next_pages = ()
+        if PLAN.ring > 0 and first + WARPS < SPLITS:
+            next_pages = split_pages(table, split + WARPS, position, PLAN)
         if position > first * TURN:
-            if first > 0:
-                loaded = _load_block(bases, table, split * TURN, position, 0, g, t, PLAN)
-            acc, top, total = _attend_split(
-                loaded, q, bases, table, split, position, new_score, g, t, zero_f32, score_scale,
-                PLAN,
-            )  # fmt: skip
+            if PLAN.ring > 0:
+                acc, top, total = _attend_from_ring(
+                    first // WARPS, (pages, next_pages), ring, q, bases, split, position, new_score,
+                    kv_head(head, PLAN), lane, zero_f32, score_scale, PLAN,
+                )  # fmt: skip
+            else:
+                if first > 0:
+                    loaded = _load_block(bases, table, split * TURN, position, 0, g, t, PLAN)
+                acc, top, total = _attend_split(
+                    loaded, q, bases, table, split, position, new_score, g, t, zero_f32,
+                    score_scale, PLAN,
+                )  # fmt: skip
+        pages = next_pages
         _leave_split(acc, top, total, buffer, sums_at, split, g, t, PLAN)
     barrier()
     _store(
@@ -160,43 +192,108 @@ def _attend_split(
     loaded: keys of the first block; the next is loaded while one is multiplied.
     """
     BLOCKS: gl.constexpr = PLAN.keys.warps
-    KEYS: gl.constexpr = 8 * PLAN.keys.blocks
     row = split * PLAN.keys.turn
-    weights = ()  # of the keys of each block, relative to its own highest score
-    tops = ()
-    totals = ()
-    highest = new_score
+    found = _nothing_scored(new_score)
     for i in gl.static_range(BLOCKS):
         keys = loaded
         loaded = _load_block(bases, table, row, end, i + 1, g, t, PLAN)
-        scores, shares = key_scores(q, keys, zero_f32, t, PLAN)
-        scores = visible(scores, row + i * KEYS, end, t, scale)
-        top, total, _, p = online_softmax(new_score, zero_f32, scores)
-        total += across(total, 1)
-        total += across(total, 2)
-        weights = weights + (weight_words(p, shares, zero_f32, PLAN),)
-        tops = tops + (top,)
-        totals = totals + (total,)
-        highest = gl.maximum(highest, top)
-    whole = gl.where(split == 0, gl.exp2(new_score - highest), 0.0)
+        found = _score_block(found, q, keys, row, end, i, new_score, t, zero_f32, scale, PLAN)
+    whole = _new_weight(found, split, new_score)
     sums, _, _ = nothing_yet(new_score, zero_f32, PLAN)
     for i in gl.static_range(BLOCKS):
         values = loaded
         if i + 1 < BLOCKS:
             loaded = _load_block(bases, table, row, end, BLOCKS + i + 1, g, t, PLAN)
-        weight = gl.exp2(tops[i] - highest)
-        whole = gl.fma(weight, totals[i], whole)
-        even = from_lane(weight, t * 8)
-        odd = from_lane(weight, t * 8 + 4)
-        new = ()
-        for quad in gl.static_range(len(sums)):
-            s = sums[quad]
+        sums, whole = _add_block(sums, whole, found, values, i, t, zero_f32, PLAN)
+    return sums, found[3], whole
+
+
+@gluon.jit
+def _attend_from_ring(
+    ROUND: gl.constexpr, pages, ring, q, bases, split, end, new_score, head, lane, zero_f32, scale,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """`_attend_split` with blocks from the warp's ring, in which the first ones are on their way.
+
+    pages: of this split and of the warp's next one, none behind its last; head: of keys, in pages.
+    """
+    BLOCKS: gl.constexpr = PLAN.keys.warps
+    FIRST: gl.constexpr = ROUND * 2 * BLOCKS  # entry of the ring
+    KEYS: gl.constexpr = 8 * PLAN.keys.blocks
+    SCALES: gl.constexpr = 8 * KEYS  # bytes of a block's
+    OPEN: gl.constexpr = PLAN.ring - 2  # batches that need not be there
+    g = lane // 4
+    t = lane % 4
+    row = split * PLAN.keys.turn
+    found = _nothing_scored(new_score)
+    for i in gl.static_range(BLOCKS):
+        wait_copies(OPEN)
+        warp_barrier()
+        begin_following(bases, pages, split, end, i, FIRST, ring, lane, PLAN)
+        entry = ring + (FIRST + i) % PLAN.ring * PLAN.entry
+        scales_at = ring + PLAN.scales_in_ring + i * SCALES
+        keys = take_keys(entry, scales_at, row + i * KEYS, end, head, lane, PLAN)
+        found = _score_block(found, q, keys, row, end, i, new_score, t, zero_f32, scale, PLAN)
+    whole = _new_weight(found, split, new_score)
+    sums, _, _ = nothing_yet(new_score, zero_f32, PLAN)
+    for i in gl.static_range(BLOCKS):
+        wait_copies(OPEN)
+        warp_barrier()
+        begin_following(bases, pages, split, end, BLOCKS + i, FIRST, ring, lane, PLAN)
+        entry = ring + (FIRST + BLOCKS + i) % PLAN.ring * PLAN.entry
+        values = take_values(entry, g, t, PLAN)
+        sums, whole = _add_block(sums, whole, found, values, i, t, zero_f32, PLAN)
+    return sums, found[3], whole
+
+
+@gluon.jit
+def _nothing_scored(new_score):
+    """Weights, highest scores and sums of weights of no blocks, and the highest score of all."""
+    return (), (), (), new_score
+
+
+@gluon.jit
+def _score_block(
+    found, q, keys, row, end, i: gl.constexpr, new_score, t, zero_f32, scale, PLAN: gl.constexpr
+):  # fmt: skip
+    """Add the i-th block of a split: weights of its keys, relative to its own highest score."""
+    weights, tops, totals, highest = found
+    scores, shares = key_scores(q, keys, zero_f32, t, PLAN)
+    scores = visible(scores, row + i * (8 * PLAN.keys.blocks), end, t, scale)
+    top, total, _, p, most = online_softmax(new_score, zero_f32, scores)
+    total += across(total, 1)
+    total += across(total, 2)
+    weights = weights + (weight_words(p, most, shares, zero_f32, PLAN),)
+    return weights, tops + (top,), totals + (total,), gl.maximum(highest, top)
+
+
+@gluon.jit
+def _new_weight(found, split, new_score):
+    """The weight of the new token in its split, relative to the highest score of all blocks."""
+    return gl.where(split == 0, gl.exp2(new_score - found[3]), 0.0)
+
+
+@gluon.jit
+def _add_block(sums, whole, found, values, i: gl.constexpr, t, zero_f32, PLAN: gl.constexpr):
+    """Add the values of the i-th block by its weights, and these."""
+    weights, tops, totals, highest = found
+    weight = gl.exp2(tops[i] - highest)
+    whole = gl.fma(weight, totals[i], whole)
+    if PLAN.quantized:
+        weight *= weights[i][1]  # a power of two
+    even = from_lane(weight, t * 8)
+    odd = from_lane(weight, t * 8 + 4)
+    new = ()
+    for quad in gl.static_range(len(sums)):
+        s = sums[quad]
+        if PLAN.quantized:
+            a = value_products(values, quad, weights[i][0], zero_f32, PLAN)
+        else:
             no_sums = (zero_f32, zero_f32, zero_f32, zero_f32)
-            a = add_column(no_sums, values, quad, weights[i], zero_f32, PLAN)
-            pair = gl.fma(even, a[0], s[0]), gl.fma(odd, a[1], s[1])
-            new = new + (pair + (gl.fma(even, a[2], s[2]), gl.fma(odd, a[3], s[3])),)
-        sums = new
-    return sums, highest, whole
+            a = add_column(no_sums, values, quad, weights[i][0], zero_f32, PLAN)
+        pair = gl.fma(even, a[0], s[0]), gl.fma(odd, a[1], s[1])
+        new = new + (pair + (gl.fma(even, a[2], s[2]), gl.fma(odd, a[3], s[3])),)
+    return new, whole
 
 
 @gluon.jit

@@ -55,6 +55,18 @@ class AttentionLaunch:
     # of a program that takes all keys or all splits, by turns where they are fewer; None for those
     # of all groups
     warps: int | None = None
+    # blocks of keys and values of a program that joins splits that a warp has in shared memory: one
+    # in use, the rest on their way; 0 loads one into registers while another is multiplied
+    ring: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Shared memory of a warp's ring."""
+
+    entry: int  # bytes of a block
+    scales: int  # bytes from its begin to the words with scales
+    bytes: int  # of all
 
 
 KEYS = 8  # of a block
@@ -72,6 +84,14 @@ NARROW = 4
 MOST_WIDE = 256  # such programs of eight warps that run at a time; of more, narrow ones are faster
 SHORT_TURN = 64  # keys of a split, of which narrow programs take more in turn without loss
 LOADED = 4  # splits whose highest scores are loaded from shared memory at once
+# Of programs whose codes come through rings: bytes of a row, of a head; registers with which three
+# of four warps fit on a multiprocessor; entries where the keys are split; programs from which on
+# three at a time are faster than two or four; splits up to which four warps are.
+RING_ROW = 128
+RING_REGISTERS = 168
+SPLIT_RING = 3
+MANY_PROGRAMS = 1024
+MOST_NARROW_SPLITS = 8
 CROWDED = 128  # programs that leave no multiprocessor for more parts, nor for splits
 
 
@@ -100,6 +120,7 @@ def attention_launch(
     tokens: int,
     tokens_per_sequence: int = 1,
     quantized: bool = False,
+    rings: bool = False,
 ) -> AttentionLaunch:
     """The programs of a step of `tokens` tokens at positions below `max_kv_len`.
 
@@ -108,6 +129,8 @@ def attention_launch(
         max_kv_len: keys that there may be.
         tokens_per_sequence: most of them of one sequence, a power of two.
         quantized: keys and values are INT8 codes.
+        rings: a multiprocessor has shared memory for rings, as Hopper's, and pages have an even
+            number of kv heads, whose scales two share a word.
     """
     keys = key_split(kv_heads, shared, head_dim, quantized)
     width = shared * kv_heads * head_dim
@@ -128,6 +151,7 @@ def attention_launch(
         ahead = KEYS_OF_ONE // (keys.turn * keys.groups) if near else 0
         return AttentionLaunch(keys, 1, parts, ahead, early=width <= WIDTH)
     splits = min(-(-max_kv_len // keys.turn), keys.most)
+    ringed = rings and quantized and head_dim == RING_ROW
     parts = max(1, head_dim // MOST_COLUMNS)
     crowded = tokens_per_sequence == 1 and tokens * kv_heads * parts > CROWDED
     spills = quantized and head_dim > 128  # eight blocks of a split, which one warp would take
@@ -137,6 +161,8 @@ def attention_launch(
             join_bytes(shared, head_dim, rounded, parts, tokens_per_sequence, quantized)
             <= STATIC_SHARED
         ):
+            if ringed:
+                return _ringed(keys, rounded, tokens * kv_heads)
             short = keys.turn <= SHORT_TURN and tokens * kv_heads * parts > MOST_WIDE
             warps = NARROW if rounded <= NARROW or short else None
             registers = JOINED_REGISTERS if head_dim == 128 else None
@@ -144,8 +170,34 @@ def attention_launch(
                 keys, rounded, parts, registers=registers, joined=True, warps=warps
             )
     early = head_dim > 128 or width > WIDTH or max_kv_len <= SHORT
+    if ringed and tokens > 1:
+        return AttentionLaunch(keys, splits, early=early, registers=RING_REGISTERS, ring=SPLIT_RING)
     registers = REGISTERS if tokens == 1 and head_dim == 128 else None
     return AttentionLaunch(keys, splits, early=early, registers=registers)
+
+
+def _ringed(keys: KeySplit, splits: int, programs: int) -> AttentionLaunch:
+    """So many programs that join splits of codes, which come through rings."""
+    many = programs >= MANY_PROGRAMS
+    narrow = splits <= (MOST_NARROW_SPLITS if many else NARROW)
+    return AttentionLaunch(
+        keys,
+        splits,
+        registers=RING_REGISTERS if narrow and many else JOINED_REGISTERS,
+        joined=True,
+        warps=NARROW if narrow else 2 * NARROW,
+        ring=3 if narrow and many else 2,
+    )
+
+
+def ring_of(launch: AttentionLaunch, head_dim: int, quantized: bool) -> Ring:
+    """The shared memory of a warp's ring, of rows of whole heads."""
+    rows = launch.keys.blocks * KEYS
+    entry = rows * head_dim * (1 if quantized else 2)
+    scales = 0
+    if quantized:  # of all blocks of a split, or of those of two turns
+        scales = 2 * 4 * (launch.keys.turn if launch.joined else 2 * rows)
+    return Ring(entry, launch.ring * entry, launch.ring * entry + scales)
 
 
 def join_bytes(

@@ -163,6 +163,40 @@ def stream16_if(address, wanted):
 
 
 @gluon.jit
+def stream8_or_any(address, wanted):
+    """`stream8` in lanes where `wanted` holds, anything in the others."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        setp.ne.s32 p, $3, 0;
+        @p ld.global.L1::no_allocate.v2.b32 {$0, $1}, [$2];
+        }""",
+        "=r,=r,l,r",
+        [address, wanted.to(gl.int32)],
+        dtype=(gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def stream16_or_any(address, wanted):
+    """`stream16` in lanes where `wanted` holds, anything in the others."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        setp.ne.s32 p, $5, 0;
+        @p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];
+        }""",
+        "=r,=r,=r,=r,l,r",
+        [address, wanted.to(gl.int32)],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def shared_buffer(DECLARATION: gl.constexpr):
     """The address of the shared memory that DECLARATION declares; see `declaration`."""
     return inline(DECLARATION, "=r", ())

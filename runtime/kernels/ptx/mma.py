@@ -107,32 +107,6 @@ def pairs(word, SIGNED: gl.constexpr):
 
 
 @gluon.jit
-def code_pairs(word):
-    """The signed bytes of a word as two pairs of BF16: (0, 2), (1, 3).
-
-    The lower seven bits of a byte in the mantissa of 128.0 are 128 more; its sign bit at the end of
-    the exponent makes 256.0 of 128.0, which is taken away.
-    """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 t, low, sign;
-        lop3.b32 low, $2, $3, $5, 0xea;
-        lop3.b32 sign, $2, $4, $5, 0xea;
-        fma.rn.bf16x2 $0, sign, $6, low;
-        shr.u32 t, $2, 8;
-        lop3.b32 low, t, $3, $5, 0xea;
-        lop3.b32 sign, t, $4, $5, 0xea;
-        fma.rn.bf16x2 $1, sign, $6, low;
-        }""",
-        "=&r,=&r,r,r,r,r,r",
-        [word, 0x007F007F, 0x00800080, 0x43004300, -0x407F4080],  # the last: two of -1.0
-        dtype=(gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
 def dot4(a, b):
     """The sum of the products of four signed bytes."""
     return inline("dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", (a, b), PURE=True)

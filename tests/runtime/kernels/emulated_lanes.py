@@ -94,12 +94,6 @@ def pairs(word: Lanes, all_signed: bool) -> tuple[Lanes, ...]:
     return tuple(found)
 
 
-def code_pairs(word: Lanes) -> tuple[Lanes, Lanes]:
-    """Signed bytes 0 and 2, then 1 and 3, as pairs of BF16."""
-    codes = np.ascontiguousarray(word).view(np.int8).reshape(*word.shape, 4).astype(FLOAT)
-    return packed(codes[..., 0], codes[..., 2]), packed(codes[..., 1], codes[..., 3])
-
-
 def bytes_of(first: Lanes, second: Lanes, selector: int) -> Lanes:
     both = np.stack([first, second], -1).view(np.uint8)
     picked = both[..., [selector >> (4 * i) & 7 for i in range(4)]]

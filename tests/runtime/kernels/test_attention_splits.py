@@ -19,6 +19,7 @@ from lowbit.runtime.kernels.launch.attention import NARROW, attention_launch
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span
 from lowbit.runtime.weights.layers import AttentionLayer
+from tests.runtime.kernels.coded_pages import in_codes
 from tests.runtime.kernels.emulated_join import join_splits
 from tests.runtime.kernels.emulator import run_kernel
 from tests.runtime.kernels.paged import clone, random_pages, step_of
@@ -41,16 +42,18 @@ def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "torch", SimpleNamespace(empty=empty, float32=torch.float32))
 
 
-# query heads, kv heads, size, gated, dtype of the gains
+# query heads, kv heads, size, gated, dtype of the gains, whether keys and values are codes
 SIZES = [
-    (4, 2, 64, False, torch.bfloat16),
-    (3, 1, 128, True, torch.float32),
-    (2, 1, 256, True, torch.float32),
-    (20, 2, 64, False, torch.bfloat16),  # several programs read a kv head
+    (4, 2, 64, False, torch.bfloat16, False),
+    (3, 1, 128, True, torch.float32, False),
+    (2, 1, 256, True, torch.float32, False),
+    (20, 2, 64, False, torch.bfloat16, False),  # several programs read a kv head
+    (6, 2, 128, False, torch.bfloat16, True),
+    (20, 2, 128, False, torch.float32, True),
 ]
 
 
-@pytest.mark.parametrize(("Hq", "Hkv", "D", "gated", "gain"), SIZES, ids=str)
+@pytest.mark.parametrize(("Hq", "Hkv", "D", "gated", "gain", "coded"), SIZES, ids=str)
 def test_one_program_joins_all_splits(
     make_rope: Callable[[int, int], Rope],
     monkeypatch: pytest.MonkeyPatch,
@@ -59,24 +62,30 @@ def test_one_program_joins_all_splits(
     D: int,
     gated: bool,
     gain: torch.dtype,
+    coded: bool,
 ) -> None:
     pages, tables = random_pages(1, Hkv, D, LENGTHS, CONTEXT, "cpu")
+    pages = in_codes(pages) if coded else pages
     qkv = torch.randn(len(LENGTHS), ((2 if gated else 1) * Hq + 2 * Hkv) * D).bfloat16()
     q_norm, k_norm = (1.5 + 0.3 * torch.randn(2, D)).to(gain)
     layer = AttentionLayer(0, make_rope(CONTEXT, 64), EPS, q_norm, k_norm, gated)
     step = step_of(tables, [Span(row, length, 1) for row, length in enumerate(LENGTHS)])
     found = []
     apart, joined = (  # as many programs as so many tokens have
-        attention_launch(Hkv, Hq // Hkv, D, CONTEXT, tokens) for tokens in (1, 1000)
+        attention_launch(Hkv, Hq // Hkv, D, CONTEXT, tokens, 1, coded) for tokens in (1, 1000)
     )
     assert apart.splits > 1
     assert not apart.joined
     assert joined.joined
-    for launch in (apart, replace(joined, warps=None), replace(joined, warps=NARROW)):
+    launches = [apart, replace(joined, warps=None), replace(joined, warps=NARROW)]
+    if D < 256:  # rows of whole heads
+        launches += [replace(joined, warps=NARROW, ring=ring) for ring in (2, 3)]
+        launches.append(replace(apart, ring=3))
+    for launch in launches:
         monkeypatch.setattr(module, "attention_launch", lambda *sizes, launch=launch: launch)
         own = clone(pages)
         out = attention_decode(qkv, layer, own, step)
-        found.append((out, own.k.view(torch.int16), own.v.view(torch.int16)))
-    for one, wide, narrow in zip(*found, strict=True):
-        assert torch.equal(one, wide)
-        assert torch.equal(one, narrow)
+        found.append((out, *(store.view(torch.int8) for store in own.stores)))
+    for one, *others in zip(*found, strict=True):
+        for other in others:
+            assert torch.equal(one, other)
