@@ -39,7 +39,7 @@ class PackedCheckpoint:
 
     checkpoint: Checkpoint  # the headers and config.json
     specs: tuple[TensorSpec, ...]  # the architecture's tensors, without the head where it is tied
-    # scheme of every linear module, None where its weight is dense
+    # scheme of every linear module, None where its weight is dense; of a packed embedding too
     schemes: Mapping[str, Scheme | None]
     carried: tuple[TensorInfo, ...]  # tensors of the vision tower, which are copied unchecked
     manifest: Manifest | None  # None in a folder that another tool wrote
@@ -101,7 +101,7 @@ def check_packed(
         schemes = {
             spec.module: None if quantization is None else quantization.scheme_for(spec.module)
             for spec in specs
-            if spec.quantizable
+            if spec.quantizable or _holds_packed_embedding(checkpoint, spec)
         }
     if served_bits is not None:
         for spec in specs:
@@ -114,6 +114,14 @@ def check_packed(
     return PackedCheckpoint(checkpoint, tuple(specs), schemes, carried, manifest)
 
 
+def _holds_packed_embedding(checkpoint: Checkpoint, spec: TensorSpec) -> bool:
+    """Tell if a tensor is an embedding that is packed.
+
+    The file decides: a pattern of another tool may match the embedding that it leaves alone.
+    """
+    return spec.is_embedding and f"{spec.module}.{PACKED}" in checkpoint.tensors
+
+
 def _packed_names(spec: TensorSpec, scheme: Scheme) -> list[str]:
     N, K = spec.shape
     return [f"{spec.module}.{suffix}" for suffix in packed_shapes(N, K, scheme, spec.module)]
@@ -124,6 +132,8 @@ def _check_served(spec: TensorSpec, scheme: Scheme | None, served_bits: Collecti
     if scheme is None:
         return
     reason = unserved(scheme, served_bits)
+    if spec.is_embedding and (scheme.bits != 8 or not scheme.symmetric):
+        reason = f"an embedding in {scheme}"
     if reason is None and not fills_words(spec.shape[1], scheme.bits):
         reason = f"rows of {spec.shape[1]} weights that do not fill whole 32-bit words"
     if reason is not None:

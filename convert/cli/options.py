@@ -226,6 +226,14 @@ recipe_options = (
         help="Bits of the output head.",
     ),
     click.option(
+        "--embedding",
+        type=click.Choice(["int8", "bf16"]),
+        default="bf16",
+        show_default=True,
+        help="int8: pack the embedding in groups too, rounded to nearest; lowbit-run alone serves "
+        "it. A head that is tied to it shares its codes unless the method rotates.",
+    ),
+    click.option(
         "--mtp",
         type=click.Choice(["int4", "int8", "bf16", "drop"]),
         show_default="int4 where SRC has one",
@@ -292,6 +300,7 @@ def make_recipe(
     group_size: str,
     method: str | None,
     head: str | None,
+    embedding: str,
     mtp: str | None,
     draft_vocabulary: int | None,
     positive_scales: bool,
@@ -305,6 +314,7 @@ def make_recipe(
         base=base,  # type: ignore[arg-type]  # click checked the choice
         group_size=None if group_size == "row" else int(group_size),
         head=head,  # type: ignore[arg-type]
+        embedding=embedding,  # type: ignore[arg-type]
         mtp=mtp,  # type: ignore[arg-type]
         overrides=overrides,
         drop_vision=drop_vision,

@@ -117,6 +117,11 @@ def open_source(folder: Path, originals: bool = False) -> PackedSource:
         if scheme is None:
             dense.append(packed.checkpoint.tensors[spec.name])
             continue
+        if spec.is_embedding:
+            raise FormatError(
+                f"`{spec.module}` is packed ({scheme}): exports take an embedding as stored",
+                hint="convert again without --embedding int8",
+            )
         N, K = spec.shape
         linear = Linear(spec.name, spec.module, N, K, scheme)
         _check_scheme(linear)

@@ -22,7 +22,7 @@ from lowbit.formats.printable import printable
 from lowbit.formats.safetensors.checkpoint import DTYPES, Checkpoint
 from lowbit.formats.weight_bits import weight_bits
 
-# Keys of a recipe that the options of a command give.
+# Keys of a recipe that the options of a command give; `embedding` is there if it is packed.
 RECIPE_KEYS = {
     *("recipe", "method", "scales", "group_size", "lm_head", "mtp", "overrides", "drop_vision"),
     "draft_vocabulary",
@@ -152,7 +152,7 @@ def command_of(manifest: Manifest, name: str) -> str | None:
         None where the recipe was not written by this command's options.
     """
     recipe, source = manifest.recipe, manifest.source
-    if recipe.keys() != RECIPE_KEYS or not isinstance(recipe["overrides"], list):
+    if recipe.keys() - {"embedding"} != RECIPE_KEYS or not isinstance(recipe["overrides"], list):
         return None
     words = ["lowbit-convert", source.repo or "SRC", name]
     if source.commit is not None:
@@ -168,8 +168,8 @@ def command_of(manifest: Manifest, name: str) -> str | None:
         words += ["--calib-samples", str(used.samples), "--calib-length", str(used.length)]
         words += ["--calib-chat"] if used.chat else []
         words += ["--device", "cpu" if used.device == "cpu" else "cuda"]
-    for key in ("lm_head", "mtp"):
-        words += [] if recipe[key] is None else [f"--{key.replace('_', '-')}", recipe[key]]
+    for key in ("lm_head", "embedding", "mtp"):
+        words += [] if recipe.get(key) is None else [f"--{key.replace('_', '-')}", recipe[key]]
     for override in recipe["overrides"]:
         words += ["--bits", override]
     words += ["--positive-scales"] if recipe["scales"] == "positive" else []

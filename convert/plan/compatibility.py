@@ -10,6 +10,7 @@ from lowbit.convert.plan.plan import Plan, and_more
 from lowbit.formats.architectures import is_carried, is_drafter, kind_of
 from lowbit.formats.architectures.decoder import TEXT
 from lowbit.formats.architectures.names import MTP_PREFIX, expert_of
+from lowbit.formats.architectures.table import is_embedding
 from lowbit.formats.layout.quantization_config import unserved
 from lowbit.formats.layout.scheme import COMMON_BITS, SERVED_BITS, Scheme, of_most_weights
 
@@ -85,7 +86,7 @@ def few_bits(plan: Plan) -> str | None:
     bits = of_most_weights(
         (step.scheme.bits, math.prod(step.source.shape))
         for step in plan.steps
-        if step.scheme is not None and step.module != "lm_head"
+        if step.scheme is not None and not _is_outer(step.module)
     )
     if bits not in LOSS_OF_FEW_BITS:
         return None
@@ -178,6 +179,9 @@ def vllm_reasons(linears: Iterable[tuple[str, tuple[int, ...], Scheme]]) -> list
     """
     reasons: dict[str, list[str]] = {}
     for module, (N, K), scheme in linears:
+        if is_embedding(module):
+            reasons.setdefault("a packed embedding", []).append(module)
+            continue
         if scheme.bits not in COMMON_BITS:
             reasons.setdefault(f"{scheme.bits}-bit weights", []).append(module)
         if not scheme.symmetric:
@@ -207,10 +211,16 @@ def one_scheme_misfits(plan: Plan) -> list[str]:
         if step.scheme is None or step.module is None or step.module.startswith(MTP_PREFIX):
             continue
         kinds.setdefault((step.module.rpartition(".")[2], step.scheme))
-        if step.module != "lm_head":
+        if not _is_outer(step.module):
             weights.append((step.scheme, math.prod(step.source.shape)))
     main = of_most_weights(weights)
-    return [f"{kind} ({own})" for kind, own in kinds if own != main or kind == "lm_head"]
+    outer = ("lm_head", "embed_tokens")
+    return [f"{kind} ({own})" for kind, own in kinds if own != main or kind in outer]
+
+
+def _is_outer(module: str | None) -> bool:
+    """Tell if a packed module is the head or the embedding, not a linear of a layer."""
+    return module == "lm_head" or (module is not None and is_embedding(module))
 
 
 def runtime_verdict(plan: Plan) -> str | None:

@@ -13,7 +13,7 @@ import torch
 from lowbit.convert.original.rotation import Role, rotation_roles, why_not_rotated
 from lowbit.convert.plan.choice_of_method import check_method
 from lowbit.convert.plan.method import Method
-from lowbit.convert.plan.recipe import DROP, Recipe
+from lowbit.convert.plan.recipe import DROP, Recipe, check_tied_embedding
 from lowbit.formats.architectures import (
     Part,
     is_carried,
@@ -69,7 +69,7 @@ class TensorPlan:
     source: TensorInfo  # where it is read
     fate: Fate  # quantized, copied, written in a rotated basis, or dropped
     reason: str  # why it is dropped or left as it is
-    # The linear it is the weight of (a tied embedding is lm_head's); None for others.
+    # Its linear (a tied embedding's is lm_head), or the packed embedding; None for others.
     module: str | None
     scheme: Scheme | None  # None unless quantized
     outputs: tuple[Output, ...]  # tensors written, (name, dtype, shape)
@@ -92,7 +92,7 @@ class Plan:
     # that is quantized reads the embedding a second time.
     steps: tuple[TensorPlan, ...]
     shards: tuple[Shard, ...]  # the files to be
-    schemes: Mapping[str, Scheme | None]  # of every linear module
+    schemes: Mapping[str, Scheme | None]  # of every linear module, and of a packed embedding
     # Parts of the tensors that a rotation changes, by name in the result.
     rotated: Mapping[str, Role]
     draft_rows: int  # rows of the draft head; 0 without one
@@ -228,7 +228,9 @@ def make_plan(
             "the checkpoint has no vision tower to drop", hint="leave out --drop-vision"
         )
     schemes = recipe.schemes(table)
+    packed = next((s.module for s in table if s.is_embedding and s.module in schemes), None)
     if tied and schemes["lm_head"] is None:
+        check_tied_embedding(packed)
         del schemes["lm_head"]  # it stays the embedding
     dropped = {*left_out, *unneeded, *(carried if recipe.drop_vision else ())}
     written = {name for name in tensors if name not in dropped and not (tied and name == HEAD)}
@@ -238,6 +240,8 @@ def make_plan(
             raise QuantizationError("the recipe names no method", hint="name one, as `rtn`")
         method = choose(schemes, written)
     rotated = _rotated(config, schemes, written, method)
+    if tied and packed is not None and not rotated and schemes["lm_head"] == schemes[packed]:
+        del schemes["lm_head"]  # the same codes serve both; a rotated head has another gain
     steps = _steps(table, tensors, tied, schemes, rotated)
     steps += [_drop(info, "multi-token prediction") for info in left_out.values()]
     steps += [
@@ -389,7 +393,9 @@ def _steps(
         if spec.role != "head" or not tied:
             step = _step(tensors[spec.name], spec, schemes.get(spec.module), rotated)
             if spec.name == embedding and tied and "lm_head" not in schemes:
-                step = replace(step, module="lm_head", reason="embedding and tied head")
+                # A packed tensor is written under the name of its module.
+                module = "lm_head" if step.scheme is None else step.module
+                step = replace(step, module=module, reason="embedding and tied head")
             steps.append(step)
             continue
         if spec.name in tensors:

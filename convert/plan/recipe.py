@@ -24,11 +24,13 @@ from lowbit.formats.layout.scheme import (
 )
 
 Head = Literal["int4", "int8", "bf16"]
+Embedding = Literal["int8", "bf16"]
 Mtp = Literal["int4", "int8", "bf16", "drop"]
 
 VALUE = re.compile(r"(\d+)(?:g(\d+))?", re.ASCII)
 
 HEAD_BITS: dict[Head, int] = {"int4": 4, "int8": 8, "bf16": AS_STORED}
+EMBEDDING_BITS: dict[Embedding, int] = {"int8": 8, "bf16": AS_STORED}
 DROP: Mtp = "drop"
 MTP_BITS: dict[Mtp, int] = {"int4": 4, "int8": 8, "bf16": AS_STORED, DROP: AS_STORED}
 
@@ -114,12 +116,14 @@ class Recipe:
     # Rows of the draft head, 0 for none; None for as many as suit the model
     draft_vocabulary: int | None = None
     positive_scales: bool = False  # take positive scales only; `absmax` takes no others
+    embedding: Embedding = "bf16"  # packed rows are dequantized as they are looked up
 
     def __post_init__(self) -> None:
         """Refuse values that no recipe has."""
         for what, value, known in (
             ("recipe", self.base, tuple(BITS_BY_ROLE)),
             ("head", self.head, (None, *HEAD_BITS)),
+            ("embedding", self.embedding, tuple(EMBEDDING_BITS)),
             ("mtp", self.mtp, (None, *MTP_BITS)),
         ):
             if value not in known:
@@ -150,7 +154,10 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """The object that lowbit.json holds; `absmax` is round-to-nearest with these scales."""
+        # A key of a packed embedding alone keeps the bytes of all other folders.
+        packed = {} if self.embedding == "bf16" else {"embedding": self.embedding}
         return {
+            **packed,
             "recipe": self.base,
             "method": str(RTN if self.method == ABSMAX else self.method),
             "scales": self.rule,
@@ -175,6 +182,7 @@ class Recipe:
                 base=content["recipe"],
                 group_size=content["group_size"],
                 head=content["lm_head"],
+                embedding=content.get("embedding", "bf16"),
                 overrides=tuple(Override.parse(text) for text in content["overrides"]),
                 drop_vision=content["drop_vision"],
                 method=Method.parse("absmax" if absmax else content["method"]),
@@ -194,6 +202,8 @@ class Recipe:
     def schemes(self, table: Sequence[TensorSpec]) -> dict[str, Scheme | None]:
         """The scheme of every linear module, None for those left as they are.
 
+        The embedding is among them if it is packed.
+
         Raises:
             QuantizationError: a pattern matches nothing, no group size divides K, or not the one
                 that an override names, rows are no multiple of 32, a fused set would get two
@@ -209,11 +219,32 @@ class Recipe:
             schemes[spec.module] = scheme
         _check_widths(linears, schemes)
         self._check_fused_sets(linears, schemes)
+        schemes |= self._scheme_of_embedding(table)
         if not any(schemes.values()):
             raise QuantizationError(
                 "the recipe quantizes nothing", hint="leave out a --bits PATTERN=16"
             )
         return schemes
+
+    def _scheme_of_embedding(self, table: Sequence[TensorSpec]) -> dict[str, Scheme | None]:
+        """The embedding's scheme by its module; empty where it stays as stored."""
+        bits = EMBEDDING_BITS[self.embedding]
+        if bits == AS_STORED:
+            return {}
+        spec = next((spec for spec in table if spec.is_embedding), None)
+        if spec is None:
+            raise QuantizationError(
+                "a drafter has no embedding of its own", hint="leave out --embedding"
+            )
+        K = spec.shape[1]
+        scheme = Scheme(bits, fitting_group_size(K, self.group_size))
+        if K % (scheme.group_size or min(GROUP_SIZES)):
+            raise QuantizationError(
+                f"`{spec.module}`: rows of {K} weights cannot be packed in groups of "
+                f"{scheme.group_size or min(GROUP_SIZES)}",
+                hint="leave out --embedding int8",
+            )
+        return {spec.module: scheme}
 
     def scheme_of(self, spec: TensorSpec) -> Scheme | None:
         """The scheme of one linear, which may not fit it; None for a linear left as it is."""
@@ -262,6 +293,15 @@ class Recipe:
         if parts[-1].pattern.startswith("*."):  # all layers are meant
             names = [f"*.{split_layer(name).rest}" for name in names]
         return replace(parts[-1], pattern=joined(names))
+
+
+def check_tied_embedding(packed: str | None) -> None:
+    """Refuse a packed embedding, by its module, whose tied head is to stay as stored."""
+    if packed is not None:
+        raise QuantizationError(
+            "the head is tied to the embedding: one cannot be packed and the other stay",
+            hint="leave out --embedding int8, or give --lm-head int8",
+        )
 
 
 def _check_widths(linears: Sequence[TensorSpec], schemes: Mapping[str, Scheme | None]) -> None:

@@ -28,6 +28,13 @@ QUANTIZABLE: frozenset[str] = frozenset(
     {"attention", "mlp", "expert", "head", "delta_in", "delta_out", "mtp"}
 )
 
+EMBEDDING = "embed_tokens"  # ends the name of a model's embedding
+
+
+def is_embedding(module: str) -> bool:
+    """Tell a model's embedding, the one lookup table that a recipe may pack, by its name."""
+    return module.rpartition(".")[2] == EMBEDDING
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -44,6 +51,11 @@ class TensorSpec:
     def quantizable(self) -> bool:
         """Tell if a recipe may quantize the tensor."""
         return self.role in QUANTIZABLE
+
+    @property
+    def is_embedding(self) -> bool:
+        """Tell if it is the model's embedding, which a recipe may pack."""
+        return self.role == "embedding" and is_embedding(self.module)
 
     @property
     def module(self) -> str:

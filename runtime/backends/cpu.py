@@ -21,11 +21,12 @@ from lowbit.runtime.state.step import Span, Step
 from lowbit.runtime.thresholds import EXACT_TOKENS
 from lowbit.runtime.weights.layers import AttentionLayer, ContextLayers, DeltaLayer
 from lowbit.runtime.weights.linear import ExpertWeights
+from lowbit.runtime.weights.table import Table
 
 
-def embed(ids: Tensor, table: Tensor) -> Tensor:
+def embed(ids: Tensor, table: Table) -> Tensor:
     """Rows of table [V, h] for ids [M]: [M, h]."""
-    return table[ids]
+    return table[ids] if isinstance(table, Tensor) else table.rows(ids)
 
 
 def product(

@@ -17,6 +17,7 @@ from lowbit.runtime.state.sampler import SamplerRows
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.layers import AttentionLayer, ContextLayers, DeltaLayer
 from lowbit.runtime.weights.linear import ExpertWeights
+from lowbit.runtime.weights.table import Table
 
 W = TypeVar("W", contravariant=True)
 
@@ -24,7 +25,7 @@ W = TypeVar("W", contravariant=True)
 class Ops(Protocol[W]):
     """Operations that `lowbit.runtime.models` calls."""
 
-    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, table: Table) -> Tensor:
         """Rows of table [V, h] for ids [M]: [M, h]."""
 
     def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:

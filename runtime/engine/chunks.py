@@ -52,7 +52,8 @@ class Chunks:
         """Allocate what the widest chunk needs."""
         table, widest = self.decoder.embedding, CHUNK_WIDTHS[-1]
         self.buffers = new_step_buffers(widest, table.device)
-        self.hidden = table.new_zeros((widest, table.shape[1]))
+        shape = widest, table.shape[1]
+        self.hidden = torch.zeros(shape, dtype=table.dtype, device=table.device)
 
     def takes(self, tokens: int) -> bool:
         """True if a chunk of so many tokens is padded; others are launched as they are."""

@@ -11,13 +11,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.launch.device import programmatic_launch, run
+from lowbit.runtime.weights.table import PackedTable, Table
 
 BLOCK = 1024
 
 
-def embed_ref(ids: Tensor, table: Tensor) -> Tensor:
+def embed_ref(ids: Tensor, table: Table) -> Tensor:
     """The value `embed` gives: [M, h]."""
-    return table[ids]
+    return table[ids] if isinstance(table, Tensor) else table.rows(ids)
 
 
 def rms_norm_ref(x: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -42,6 +43,24 @@ def _embed_kernel(ids_ptr, table_ptr, out_ptr, h, BLOCK: tl.constexpr, PDL: tl.c
     row = tl.load(ids_ptr + token).to(tl.int64)
     x = tl.load(table_ptr + row * h + offs, mask=offs < h)
     tl.store(out_ptr + token * h + offs, x, mask=offs < h)
+
+
+@triton.jit
+def _embed_packed_kernel(
+    ids_ptr, codes_ptr, scales_ptr, out_ptr, h, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """codes_ptr: bytes, a code each, 128 more than its value."""
+    token = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.load(ids_ptr + token).to(tl.int64)
+    code = tl.load(codes_ptr + row * h + offs, mask=offs < h, other=128).to(tl.int32) - 128
+    scale = tl.load(scales_ptr + row * (h // GROUP) + offs // GROUP, mask=offs < h, other=0.0)
+    x = code.to(tl.float32) * scale.to(tl.float32)
+    tl.store(out_ptr + token * h + offs, x.to(out_ptr.dtype.element_ty), mask=offs < h)
 
 
 @triton.jit
@@ -71,8 +90,10 @@ def _swiglu_kernel(gate_up_ptr, y_ptr, I, count, stride, BLOCK: tl.constexpr):  
     tl.store(y_ptr + token * stride + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def embed(ids: Tensor, table: Tensor) -> Tensor:
+def embed(ids: Tensor, table: Table) -> Tensor:
     """Rows of table [V, h] for ids [M] int64: [M, h]."""
+    if isinstance(table, PackedTable):
+        return _embed_packed(ids, table)
     M, h = ids.shape[0], table.shape[1]
     out = torch.empty((M, h), dtype=table.dtype, device=table.device)
     pdl = programmatic_launch(table)
@@ -83,6 +104,27 @@ def embed(ids: Tensor, table: Tensor) -> Tensor:
         table,
         out,
         h,
+        BLOCK=BLOCK,
+        PDL=pdl,
+        launch_pdl=pdl,
+        enable_fp_fusion=True,
+    )
+    return out
+
+
+def _embed_packed(ids: Tensor, table: PackedTable) -> Tensor:
+    M, h = ids.shape[0], table.shape[1]
+    out = torch.empty((M, h), dtype=table.dtype, device=table.device)
+    pdl = programmatic_launch(table.codes)
+    run(
+        _embed_packed_kernel,
+        (M, triton.cdiv(h, BLOCK)),
+        ids,
+        table.codes.view(torch.uint8),
+        table.scales,
+        out,
+        h,
+        GROUP=table.group_size,
         BLOCK=BLOCK,
         PDL=pdl,
         launch_pdl=pdl,

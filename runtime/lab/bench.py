@@ -206,9 +206,7 @@ def step_bytes(model: Model, tokens: int, batch: int = 1) -> StepBytes:
 def read_weights(opened: OpenedModel, device: str, dtype: torch.dtype, batch: int = 1) -> int:
     """Bytes of weights that a step of `batch` sequences reads; see `step_bytes`."""
     trunk, config = _trunk(opened), opened.config
-    unread = 0  # an untied embedding is read one row at a time
-    if not config.tie_word_embeddings:
-        unread = config.vocab_size * config.hidden_size * dtype.itemsize
+    unread = trunk.unread_embedding_bytes(device, dtype)
     if config.experts is not None:
         missed = (1 - config.experts.chosen / config.experts.count) ** batch
         unread += round(trunk.expert_bytes(device, dtype) * missed)

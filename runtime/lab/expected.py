@@ -48,6 +48,7 @@ from lowbit.runtime.models.loader import (
     with_drafter,
 )
 from lowbit.runtime.weights.quantized import quantized
+from lowbit.runtime.weights.tied_head import with_own_head
 
 SHORT = 128  # tokens in the cache, as in BENCHMARKS.md
 PROMPT = 512  # tokens
@@ -279,7 +280,7 @@ def open_headers(
     recipe = _recipe(checkpoint.config, quantize)
     if recipe is not None:
         checkpoint = quantized(checkpoint, recipe, group_size)
-    packed = check_packed(checkpoint, None, SERVED_BITS)
+    packed = with_own_head(check_packed(checkpoint, None, SERVED_BITS))
     content = packed.checkpoint.config
     specs = [spec for spec in packed.specs if part_of(content, spec.name) == "decoder"]
     opened = OpenedModel(packed.checkpoint, read_config(content), tuple(specs), packed.schemes)

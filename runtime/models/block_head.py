@@ -14,6 +14,7 @@ from lowbit.runtime.backends.ops import DraftOps
 from lowbit.runtime.models.draft_output import DraftOutput
 from lowbit.runtime.state.sampler import SamplerRows
 from lowbit.runtime.thresholds import PACKED_TOKENS
+from lowbit.runtime.weights.table import Table
 
 W = TypeVar("W")  # what the backend keeps a linear as
 
@@ -27,7 +28,7 @@ class Choice(Generic[W]):
 
     ops: DraftOps[W]
     output: DraftOutput[W]  # norm of the drafter, head of its target
-    embedding: Tensor  # [V, h] of the target
+    embedding: Table  # [V, h] of the target
     sampler: SamplerRows
     rows: Tensor  # [B] int32, of the sequences
     positions: Tensor  # [B, k] int32 of the tokens behind which drafts stand

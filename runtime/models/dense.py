@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.runtime.backends.ops import Ops
-from lowbit.runtime.models.layer_parts import Mlp, embed, last_of, read_mlp, run_mlp
+from lowbit.runtime.models.layer_parts import Mlp, embed, last_of, read_ends, read_mlp, run_mlp
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.rope import rope_tables
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.layers import AttentionLayer
-from lowbit.runtime.weights.share import HEAD
+from lowbit.runtime.weights.table import Table
 from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
@@ -39,7 +39,7 @@ class Dense(Generic[W]):
     """A loaded model: weights on one device and the ops that run there."""
 
     config: DenseConfig
-    embedding: Tensor  # [V, h]
+    embedding: Table  # [V, h]
     layers: tuple[Layer[W], ...]
     norm: Tensor  # [h]
     head: W  # [V, h]
@@ -114,13 +114,12 @@ def build(
                 ),
             )
         )
-    embedding = weights.tensor(f"{prefix}embed_tokens.weight")
-    tied = config.tie_word_embeddings
+    embedding, head = read_ends(weights, prefix, config.tie_word_embeddings)
     return Dense(
         config=config,
         embedding=embedding,
         layers=tuple(layers),
         norm=weights.tensor(f"{prefix}norm.weight"),
-        head=weights.dense(embedding, HEAD) if tied else weights.linear(HEAD, head=True),
+        head=head,
         ops=ops,
     )

@@ -10,6 +10,8 @@ from lowbit.formats.architectures.config import Experts
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.linear import ExpertWeights, MlpWeights
+from lowbit.runtime.weights.share import HEAD
+from lowbit.runtime.weights.table import Table
 from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
@@ -21,7 +23,15 @@ def last_of(layers: Iterable[Tensor]) -> Tensor:
     return deque(layers, maxlen=1)[0]
 
 
-def embed(ops: Ops[W], ids: Tensor, table: Tensor, step: Step) -> Tensor:
+def read_ends(weights: Weights[W], prefix: str, tied: bool) -> tuple[Table, W]:
+    """Read the embedding and the head, which share a dense matrix where they are tied."""
+    embedding = weights.table(f"{prefix}embed_tokens")
+    if tied and isinstance(embedding, Tensor):
+        return embedding, weights.dense(embedding, HEAD)
+    return embedding, weights.linear(HEAD, head=True)
+
+
+def embed(ops: Ops[W], ids: Tensor, table: Table, step: Step) -> Tensor:
     """Embeddings [M, h] of the tokens of a step: rows of the table, or those that it gives."""
     x = ops.embed(ids, table)
     for each in step.embedded:

@@ -45,6 +45,7 @@ from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
 from lowbit.runtime.weights.linear import Linear
 from lowbit.runtime.weights.quantized import quantized
 from lowbit.runtime.weights.share import ALONE, PARTIAL_ENDS, Share
+from lowbit.runtime.weights.tied_head import with_own_head
 from lowbit.runtime.weights.weights import Weights, served
 
 if TYPE_CHECKING:
@@ -114,12 +115,21 @@ class OpenedModel:
             return EXACT_TOKENS
         return STEP_TOKENS
 
+    def unread_embedding_bytes(self, device: str, dtype: torch.dtype) -> int:
+        """Memory of an embedding beside a head, which a step reads some rows of."""
+        if self.config.tie_word_embeddings:
+            return 0
+        return sum(self._bytes_of(spec, device, dtype) for spec in self.specs if spec.is_embedding)
+
     def expert_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory that the experts of the decoder will take."""
         experts = (spec for spec in self.specs if spec.role == "expert")
         return sum(self._bytes_of(spec, device, dtype) for spec in experts)
 
     def _bytes_of(self, spec: TensorSpec, device: str, dtype: torch.dtype) -> int:
+        if spec.is_embedding and self.schemes.get(spec.module) is not None:
+            parts = (f"{spec.module}.{suffix}" for suffix in (PACKED, SCALE))
+            return sum(self.checkpoint.tensors[name].nbytes for name in parts)
         if not spec.quantizable:
             wide = spec.role in architecture_of(self.checkpoint.config).float32_roles
             return torch.Size(spec.shape).numel() * (4 if wide else dtype.itemsize)
@@ -164,7 +174,7 @@ def open_model(
             fit.
     """
     if quantize is None:
-        packed = open_packed(folder, SERVED_BITS)
+        packed = with_own_head(open_packed(folder, SERVED_BITS))
     else:
         plain = open_checkpoint(folder)
         refuse_drafter(folder, plain.config)

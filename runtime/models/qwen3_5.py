@@ -11,12 +11,12 @@ from torch import Tensor
 from lowbit.formats.architectures.decoder import FULL
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.runtime.backends.ops import Ops
-from lowbit.runtime.models.layer_parts import Mlp, embed, last_of, read_mlp, run_mlp
+from lowbit.runtime.models.layer_parts import Mlp, embed, last_of, read_ends, read_mlp, run_mlp
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.rope import Rope, rope_by_axes, rope_tables
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.layers import AttentionLayer, DeltaLayer
-from lowbit.runtime.weights.share import HEAD
+from lowbit.runtime.weights.table import Table
 from lowbit.runtime.weights.weights import Weights
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Qwen35(Generic[W]):
     """A loaded model: weights on one device and the ops that run there."""
 
     config: Qwen35Config
-    embedding: Tensor  # [V, h]
+    embedding: Table  # [V, h]
     layers: tuple[Layer[W], ...]
     norm: Tensor  # [h] float32
     head: W  # [V, h]
@@ -135,14 +135,13 @@ def build(
     for i, kind in enumerate(config.layer_types):
         index = config.layer_types[:i].count(kind)
         layers.append(read_layer(weights, f"{prefix}layers.{i}", kind, index, config, rope))
-    embedding = weights.tensor(f"{prefix}embed_tokens.weight")
-    tied = config.tie_word_embeddings
+    embedding, head = read_ends(weights, prefix, config.tie_word_embeddings)
     return Qwen35(
         config=config,
         embedding=embedding,
         layers=tuple(layers),
         norm=read_gain(weights, f"{prefix}norm.weight"),
-        head=weights.dense(embedding, HEAD) if tied else weights.linear(HEAD, head=True),
+        head=head,
         rope=rope,
         ops=ops,
     )

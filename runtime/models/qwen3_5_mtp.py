@@ -21,6 +21,7 @@ from lowbit.runtime.models.layer_parts import embed
 from lowbit.runtime.models.qwen3_5 import Layer, Qwen35, read_gain, read_layer
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.step import Step
+from lowbit.runtime.weights.table import PackedTable
 from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
@@ -55,7 +56,7 @@ class MtpHead(Generic[W]):
         trunk, ops, eps = self.trunk, self.trunk.ops, self.trunk.config.rms_norm_eps
         gains = self.embedding_norm, self.norm if own else trunk.norm, self.hidden_norm
         table, step = trunk.embedding, trunk.turned(step)
-        if step.embedded:
+        if step.embedded or isinstance(table, PackedTable):
             table = embed(ops, ids, table, step)
             ids = torch.arange(len(table), dtype=ids.dtype, device=ids.device)
         joined = ops.head_input(ids, table, x, gains, eps)

@@ -23,6 +23,7 @@ from lowbit.runtime.state.changes import StateChange, make_change
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.snapshots import Snapshots
 from lowbit.runtime.state.step import Step
+from lowbit.runtime.weights.table import Table
 
 T = TypeVar("T")
 
@@ -95,7 +96,7 @@ class SharedDecoder:
         return self.model.config
 
     @property
-    def embedding(self) -> Tensor:
+    def embedding(self) -> Table:
         """[V, h], which every rank has."""
         return self.model.embedding
 

@@ -28,6 +28,7 @@ from lowbit.formats.layout.packing import (
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import Checkpoint, read_at
 from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
+from lowbit.runtime.weights.table import PackedTable, Table
 
 W = TypeVar("W")
 Gather = Callable[[Callable[[int, int], W], int], Sequence[W]]
@@ -81,6 +82,13 @@ class Weights(Generic[W]):
         self._fill(name, out)
         self._note_extremes(name, out)
         return out
+
+    def table(self, module: str) -> Table:
+        """A lookup table on the model's device; rows of a packed one are made as they are read."""
+        if self.schemes.get(module) is None:
+            return self.tensor(f"{module}.weight")
+        codes = self._stacked([f"{module}.{PACKED}"], torch.int32)
+        return PackedTable(codes, self._scales(module).to(self.device), self.dtype)
 
     def check_finite(self) -> None:
         """Refuse dense tensors with NaN or Inf, once all have been read.

@@ -126,10 +126,14 @@ def seeing_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_model(tmp_path: Path, byte_tokenizer: Tokenizer) -> Callable[..., PackedModel]:
     """`make_model(schemes, **config)` writes a random model; schemes maps a role to a scheme.
 
-    A value None leaves a key out of config.json.
+    embedding: scheme of a packed embedding. A value None leaves a key out of config.json.
     """
 
-    def make(schemes: Schemes = lambda role: Scheme(4, 32), **changes: Any) -> PackedModel:
+    def make(
+        schemes: Schemes = lambda role: Scheme(4, 32),
+        embedding: Scheme | None = None,
+        **changes: Any,
+    ) -> PackedModel:
         folder = tmp_path / f"model-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         config = {key: value for key, value in (CONFIG | changes).items() if value is not None}
@@ -141,7 +145,9 @@ def make_model(tmp_path: Path, byte_tokenizer: Tokenizer) -> Callable[..., Packe
             if spec.role == "head" and is_tied(config):
                 continue
             scheme = schemes(spec.role) if spec.quantizable else None
-            if spec.quantizable:
+            if spec.is_embedding:
+                scheme = embedding
+            if spec.quantizable or scheme is not None:
                 by_module[spec.module] = scheme
             if scheme is None:
                 weight = random_weight(spec, config, generator)

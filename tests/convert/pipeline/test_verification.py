@@ -79,6 +79,21 @@ def test_fresh_conversion(packed: Path) -> None:
     assert result.size_bytes == total
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_packed_embedding_follows_from_the_source(
+    make_model: MakeModel, tmp_path: Path, tied: bool
+) -> None:
+    source = make_model(tmp_path / "source", tie_word_embeddings=tied)
+    convert(source, tmp_path / "out", Recipe(embedding="int8"))
+    verify(tmp_path / "out", source)
+    names = set(open_checkpoint(tmp_path / "out").tensors)
+    assert "model.embed_tokens.weight" not in names
+    assert ("lm_head.weight_packed" in names) is not tied
+    flip(tmp_path / "out" / "model.safetensors", -1)
+    with pytest.raises(LowbitError):
+        verify(tmp_path / "out", source)
+
+
 def test_files_nobody_listed_are_named(packed: Path) -> None:
     (packed / "quality.json").write_text("{}")
     (packed / "notes.txt").write_text("mine")

@@ -119,6 +119,43 @@ def test_untied_head_keeps_the_config(small_config: Config) -> None:
     assert changed == small_config
 
 
+def test_a_packed_embedding_beside_a_head(small_config: Config) -> None:
+    plan = plan_of(small_config, Recipe(embedding="int8"))
+    step = plan.steps[0]
+    assert (step.source.name, step.fate, step.scheme) == (EMBEDDING, "quantized", Scheme(8, 128))
+    assert step.outputs[0][0] == f"{EMBEDDING}_packed"
+    assert plan.schemes["lm_head"] == plan.schemes["model.embed_tokens"] == Scheme(8, 128)
+    groups = plan.config["quantization_config"]["config_groups"].values()
+    eight = next(group for group in groups if group["weights"]["num_bits"] == 8)
+    assert eight["targets"] == ["re:.*lm_head$", "re:.*model[.]embed_tokens$"]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_packed_embedding_is_the_tied_head(tied: Config, stored: bool) -> None:
+    plan = plan_of(tied, Recipe(embedding="int8"), with_head=stored)
+    assert plan.config["tie_word_embeddings"] is True
+    assert "lm_head" not in plan.schemes
+    written = [name for step in plan.steps for name, _, _ in step.outputs if "layers" not in name]
+    packed = [f"{EMBEDDING}_{suffix}" for suffix in ("packed", "scale", "shape")]
+    assert sorted(written) == sorted([*packed, "model.norm.weight"])
+    assert not any(step.rereads for step in plan.steps)
+    untied = plan_of(tied, Recipe(), with_head=stored)
+    V, h = plan.steps[0].source.shape
+    assert untied.output_bytes - plan.output_bytes >= 2 * V * h  # the matrix in BF16
+
+
+def test_a_tied_head_of_other_bits_has_codes_of_its_own(tied: Config) -> None:
+    plan = plan_of(tied, Recipe(embedding="int8", head="int4"), with_head=False)
+    assert plan.config["tie_word_embeddings"] is False
+    assert (plan.schemes["lm_head"], plan.steps[-1].rereads) == (Scheme(4, 128), True)
+
+
+def test_a_tied_head_as_stored_beside_a_packed_embedding_is_refused(tied: Config) -> None:
+    with pytest.raises(QuantizationError, match="the head is tied to the embedding") as caught:
+        plan_of(tied, Recipe(embedding="int8", head="bf16"), with_head=False)
+    assert caught.value.hint == "leave out --embedding int8, or give --lm-head int8"
+
+
 @pytest.mark.parametrize("stored", [False, True])
 def test_tied_head_is_untied_to_be_quantized(tied: Config, stored: bool) -> None:
     plan = plan_of(tied, Recipe(), with_head=stored)

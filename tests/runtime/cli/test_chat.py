@@ -21,6 +21,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime.cli import chat
 from lowbit.runtime.cli.answer import Wrapper
 from lowbit.runtime.cli.main import main
+from tests.runtime.dense_embedding import dense_embedding
 from tests.short_models import Shorten
 
 pytestmark = pytest.mark.commands
@@ -221,7 +222,7 @@ def test_a_broken_model_ends_a_piped_chat_at_once(
 
     def broken(*arguments: Any, **options: Any) -> lowbit.Model:
         loaded = load(*arguments, **options)
-        loaded.engine.decoder.embedding.fill_(float("nan"))
+        dense_embedding(loaded.engine.decoder).fill_(float("nan"))
         return loaded
 
     monkeypatch.setattr("lowbit.runtime.engine.load.load", broken)

@@ -222,7 +222,7 @@ class PaddedLayers:
     """Layers that find a prompt's sequence and tokens on the device, and leave padding out."""
 
     def __init__(self, runner: Runner) -> None:
-        self.runner, self.embedding = runner, runner.decoder.embedding
+        self.runner = runner
 
     def __call__(self, ids: Tensor, step: Step) -> list[Tensor]:
         """Hidden states [M, h] of the last layer, those of padding NaN; or the last one."""
@@ -250,6 +250,6 @@ class PaddedLayers:
         hidden = last_of(self.runner.each_layer(ids[:count], real))
         if step.ending == "last":
             return [hidden]
-        found = self.embedding.new_full((len(ids), self.embedding.shape[1]), torch.nan)
+        found = hidden.new_full((len(ids), hidden.shape[1]), torch.nan)
         found[:count] = hidden
         return [found]

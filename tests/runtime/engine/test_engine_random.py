@@ -15,6 +15,7 @@ from lowbit.runtime.engine import engine as engines
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.text.constraint import Constraint
+from tests.runtime.dense_embedding import dense_embedding
 from tests.runtime.engine.draft.guesses import guessers
 from tests.runtime.engine.small_engine import (
     INTERRUPTED,
@@ -106,7 +107,7 @@ def poison(model: lowbit.Model, requests: list[Request]) -> int:
     outputs = [alone(engine, number, request)[0][:-1] for number, request in enumerate(requests)]
     seen = [sum(id in tokens for tokens in outputs) for id in range(250)]
     id = min((id for id in range(250) if seen[id] >= 2), key=lambda id: seen[id])
-    model.engine.decoder.embedding[id] = float("nan")
+    dense_embedding(model.engine.decoder)[id] = float("nan")
     return id
 
 

@@ -14,6 +14,7 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError
 from lowbit.runtime.engine.load_options import KVCache, Mode
 from lowbit.runtime.state.page_counts import PAGE
+from tests.runtime.dense_embedding import dense_embedding
 from tests.short_models import Shorten
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def test_what_is_not_finite_ends_the_request_and_leaves_others_alone(
 ) -> None:
     model = load(request.getfixturevalue(make)().folder, context=64)
     good, bad = (1, 2, 3, 4, 5), (1, 2, 200, 3)
-    model.engine.decoder.embedding[200] = value
+    dense_embedding(model.engine.decoder)[200] = value
 
     def ask(ids: tuple[int, ...]) -> lowbit.Handle:
         return model.engine.submit(lowbit.Request(ids, lowbit.SamplingParams(), 6))

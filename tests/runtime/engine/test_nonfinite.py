@@ -14,6 +14,7 @@ from lowbit.formats.layout.packing import SCALE
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.evaluate.scoring import score
 from tests.runtime.conftest import PackedModel
+from tests.runtime.dense_embedding import dense_embedding
 
 Make = Callable[..., PackedModel]
 
@@ -44,7 +45,7 @@ def make(request: pytest.FixtureRequest, make_model: Make, make_qwen3_5: Make) -
 def poisoned(make: Make, value: float = float("nan")) -> lowbit.Model:
     """A model in which one token's embedding is not a number; loading would have refused it."""
     model = lowbit.load(make(**SIZES).folder, device=DEVICE)
-    model.engine.decoder.embedding[POISON] = value
+    dense_embedding(model.engine.decoder)[POISON] = value
     return model
 
 

@@ -17,6 +17,7 @@ from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.stream import answer_all
 from lowbit.runtime.state.device_state import CacheSize
+from tests.runtime.dense_embedding import dense_embedding
 from tests.short_models import Shorten
 
 BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
@@ -206,7 +207,7 @@ def test_a_task_sees_the_error_of_its_request(
 ) -> None:
     good, bad = Request(prompt(1), GREEDY, 8), Request((3999, 5), GREEDY, 8)
     expected = alone(model, good)
-    embedding = model.engine.decoder.embedding
+    embedding = dense_embedding(model.engine.decoder)
     monkeypatch.setattr(model.engine.decoder.ops, "embed", poisoned(model.engine.decoder.ops, 3999))
 
     async def both() -> tuple[Any, Any]:

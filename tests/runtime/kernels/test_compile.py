@@ -62,6 +62,7 @@ DECODE = {
     "attention_join",
     "recurrence",
     "embed",
+    "embed_packed",
     "rms_norm",
 }
 DECODE |= CHOICE | BLOCKS | ROUNDS | EXPERTS_DECODE | {"digits", "gemv_join", "norm_heads"}
@@ -324,9 +325,14 @@ def others(full: bool) -> Iterator[str]:
     from lowbit.runtime.kernels.linear.widen import widen
     from lowbit.runtime.kernels.rows import rms_norm, swiglu
     from lowbit.runtime.weights.linear import DenseLinear
+    from lowbit.runtime.weights.table import PackedTable
 
     table = zeros(VOCABULARY, 2560)
     cuda.embed(torch.empty(1, dtype=torch.int64), table)
+    for scales in (torch.bfloat16, torch.float16, torch.float32):
+        codes = torch.empty(VOCABULARY, 640, dtype=torch.int32)
+        packed = PackedTable(codes, torch.empty(VOCABULARY, 20, dtype=scales), torch.bfloat16)
+        cuda.embed(torch.empty(1, dtype=torch.int64), packed)
     yield ""
     for tokens in (1, 16, 64):
         dense = DenseLinear(zeros(VOCABULARY, 2560))

@@ -15,6 +15,7 @@ from lowbit.runtime.kernels.rows import (
     swiglu,
     swiglu_ref,
 )
+from lowbit.runtime.weights.table import PackedTable
 
 Randn = Callable[..., Tensor]
 
@@ -24,6 +25,40 @@ def test_embed(randn: Randn, device: str, M: int, h: int) -> None:
     table = randn(50, h)
     ids = torch.tensor([49, 0, 7, 7, 1], device=device)[:M]
     assert torch.equal(embed(ids, table), embed_ref(ids, table))
+
+
+@pytest.mark.parametrize(("M", "h", "group"), [(1, 64, 32), (3, 1536, 128), (5, 2048, 2048)])
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32])
+def test_embed_of_a_packed_table(
+    randn: Randn, device: str, bf16_error: float, M: int, h: int, group: int, scales: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    codes = torch.randint(-(2**31), 2**31, (50, h // 4), generator=generator, dtype=torch.int64)
+    table = PackedTable(
+        codes.to(torch.int32).to(device), randn(50, h // group).to(scales), torch.bfloat16
+    )
+    ids = torch.tensor([49, 0, 7, 7, 1], device=device)[:M]
+    found, ref = embed(ids, table), embed_ref(ids, table)
+    if device == "cpu":  # the interpreter cuts digits off where a GPU rounds
+        ref = ref.double()
+        assert bool(((found.double() - ref).abs() <= bf16_error * ref.abs()).all())
+        return
+    assert torch.equal(found, ref)
+    on_cpu = PackedTable(table.codes.cpu(), table.scales.cpu(), table.dtype)
+    assert torch.equal(found.cpu(), on_cpu.rows(ids.cpu()))
+
+
+@pytest.mark.gpu
+def test_embed_of_a_packed_table_beyond_two_gigabytes(device: str) -> None:
+    """Rows of a prompt of 8,192 tokens, far into a table of more bytes than an int32 counts."""
+    V, h = 600_000, 4096
+    table = PackedTable(
+        torch.randint(-(2**31), 2**31 - 1, (V, h // 4), dtype=torch.int32, device=device),
+        torch.rand(V, h // 128, device=device).to(torch.bfloat16),
+        torch.bfloat16,
+    )
+    ids = torch.arange(V - 8192, V, device=device)
+    assert torch.equal(embed(ids, table), table.rows(ids))
 
 
 @pytest.mark.parametrize(("M", "K"), [(1, 256), (5, 100), (3, 2560)])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.layout.recipes import Base
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends.cpu_linear import CpuLinear
 from lowbit.runtime.backends.exchange import Exchange
 from lowbit.runtime.models.architectures import Model
@@ -73,6 +74,15 @@ def test_ranks_in_bfloat16_differ_by_less_than_its_rounding(shorten: Shorten) ->
     exact = of_one(opened, torch.float32, some_ids())
     assert torch.equal(*ranks)
     assert (ranks[0] - alone).norm() < (alone - exact).norm()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_with_a_packed_embedding(make_model: Callable[..., PackedModel], tied: bool) -> None:
+    """Every rank has the whole table; of a tied one each reads its rows of the head."""
+    made = make_model(embedding=Scheme(8, 32), tie_word_embeddings=tied, intermediate_size=128)
+    alone, ranks = compare(open_model(made.folder), 2, torch.float32)
+    assert all(torch.equal(each, ranks[0]) for each in ranks)
+    torch.testing.assert_close(ranks[0], alone, atol=FP32_SUMS * float(alone.abs().max()), rtol=0)
 
 
 def test_four_ranks_share_two_key_heads(make_model: Callable[..., PackedModel]) -> None:

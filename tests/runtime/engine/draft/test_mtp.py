@@ -25,6 +25,7 @@ from lowbit.runtime.state.host_rings import new_ring
 from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.step_buffers import lone_step
 from tests.conversions import convert
+from tests.runtime.dense_embedding import dense_embedding
 from tests.short_models import Shorten
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def assert_like_transformers(packed: "PackedModel", parts: tuple[int, ...]) -> N
     expected = head_of_transformers(packed, embedded, norm(hidden, decoder.norm, eps))
     normed = norm(torch.cat(found), head.norm, eps)
     assert (normed - expected).abs().max() < 1e-5 * expected.abs().max()
-    logits = expected @ decoder.embedding.T if decoder.config.tie_word_embeddings else None
+    logits = expected @ dense_embedding(decoder).T if decoder.config.tie_word_embeddings else None
     if logits is not None:
         assert (
             head.output.logits(torch.cat(found)) - logits
