@@ -17,6 +17,7 @@ Record = TypeVar("Record")
 
 SEAL = "sha256"  # key of an object's hash of all else in it, its version aside
 _LARGEST_INT = 2**63 - 1
+_AS_THEY_ARE = (str, int, bool)  # what most fields are; others take longer to look at
 _UNIONS = (UnionType, Union)  # `Literal[...] | None` is of the second
 
 
@@ -111,6 +112,8 @@ def finite(value: Any) -> Any:
 
 def _read(value: Any, kind: Any, where: str) -> Any:
     """A JSON value with dataclasses, tuples and infinity in the places of their stand-ins."""
+    if kind in _AS_THEY_ARE:
+        return value
     if is_dataclass(kind):
         return record(kind, value, where)  # type: ignore[arg-type]
     args = get_args(kind)
@@ -129,6 +132,10 @@ def _fits(value: Any, kind: Any) -> bool:
 
     NaN and integers beyond 64 bits do not fit.
     """
+    if kind is int:
+        return type(value) is int and abs(value) <= _LARGEST_INT
+    if kind in _AS_THEY_ARE:
+        return type(value) is kind
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return value in args
@@ -138,6 +145,4 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, tuple) and all(_fits(item, args[0]) for item in value)
     if kind is float:
         return _fits(value, int) or (type(value) is float and not math.isnan(value))
-    if kind is int:
-        return type(value) is int and abs(value) <= _LARGEST_INT
     return type(value) is (type(None) if kind is None else origin or kind)
