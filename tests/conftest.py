@@ -14,9 +14,11 @@ import hypothesis
 import pytest
 import torch
 
+from lowbit.formats.layout import rtn
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.text.template import ChatTemplate
 from tests.hub_server import HubServer
+from tests.known_scales import Scales
 from tests.short_models import Shorten, shortened
 
 LONGEST = "test_compile.py"
@@ -118,6 +120,14 @@ def _no_certificates() -> Iterator[None]:
     """No test speaks TLS, and every client of HTTP would read them all, 40 ms each time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_, **__: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _scales_once() -> Iterator[None]:
+    """The same weights have the same scales, which hundreds of tests would search for again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rtn, "search_scales", Scales().of)
         yield
 
 
