@@ -31,7 +31,7 @@ from tests.runtime.engine.small_engine import assert_all_free
 from tests.short_models import Shorten
 
 MANY, FEW = 128, 4  # sequences together
-ASKED = 80
+ASKED = 70
 CONTEXT = 128
 ENDS = frozenset({4000})
 COMMON = (*range(100, 170), 4000)  # a message with which many prompts begin
@@ -153,7 +153,7 @@ def test_few_pages_admit_as_many_as_they_hold(
     model: lowbit.Model, expected: dict[int, Answer]
 ) -> None:
     """Others wait; whoever ends gives pages back, kept prefixes too."""
-    engine = engine_of(model, MANY, pages=EXACT_TOKENS + 12)
+    engine = engine_of(model, MANY, pages=EXACT_TOKENS + 4)
     requests, running = asked(), []
     handles = {number: engine.submit(request) for number, request in requests.items()}
     while engine.step():
@@ -170,7 +170,7 @@ def test_cancelled_between_two_parts(
     """Requests of the part that ran and of the one that follows end, the others go on."""
     engine, choose, steps = engine_of(model, MANY), Runner._choose, []
     handles = {number: engine.submit(request) for number, request in asked().items()}
-    cancelled = (3, 40, 70, 79)
+    cancelled = (3, 40, 66, 69)
 
     def noted(runner: Runner, logits: Tensor, plan: StepPlan, *rest: Any) -> None:
         choose(runner, logits, plan, *rest)
@@ -203,7 +203,7 @@ def test_drafts_of_many_change_no_token(drafting: lowbit.Model, by: str) -> None
     runner = runner_of(drafting, CacheSize(CONTEXT, MANY, 3 * MANY, 8, drafts=7))
 
     def requests() -> dict[int, Request]:
-        return {n: request_of(n, 20 if n % 25 == 0 else 5) for n in range(72)}
+        return {n: request_of(n, 14 if n % 25 == 0 else 4) for n in range(68)}
 
     plain = answers(Engine(runner), requests())
     runner.reset()
@@ -272,7 +272,7 @@ def test_padded_parts_through_graphs(shorten: Shorten, monkeypatch: pytest.Monke
     model, plain = (load(folder, dtype=torch.float32, **options) for _ in range(2))
     run_through_graphs(model, monkeypatch)
     found, expected = (
-        answers(each.engine, {number: request_of(number) for number in range(70)})
+        answers(each.engine, {number: request_of(number, 4) for number in range(66)})
         for each in (model, plain)
     )
     assert found == expected

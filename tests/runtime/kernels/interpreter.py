@@ -24,6 +24,7 @@ from tests.runtime.kernels.arithmetic import (
     smaller,
 )
 
+PLAIN = frozenset({"fp32", "int32", "int64", "uint32", "uint64", "bf16", "fp16"})  # dtypes
 UNKNOWN = ("clampf", "cos", "dot_scaled", "erf", "log2", "sin")
 
 
@@ -146,6 +147,7 @@ def repeat_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter._LangPatchScope, "restore", restore_all)
     monkeypatch.setattr(interpreter, "_get_np_dtype", np_dtype)
     share_types(monkeypatch)
+    promote_at_once(monkeypatch)
     convert_at_once(monkeypatch)
     check_at_once(monkeypatch)
 
@@ -188,6 +190,22 @@ def share_types(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core.tensor, "__init__", tensor)
     monkeypatch.setattr(core.dtype, "__eq__", same)
     monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_unless_equal)
+
+
+def promote_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands of one dtype need no common one: the interpreter asks for it thirty questions."""
+    check = TritonSemantic.binary_op_type_checking_impl
+
+    def checked(
+        self: Any, lhs: Any, rhs: Any, *pointers: bool, div_or_mod: bool = False, **more: bool
+    ) -> Any:
+        if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor) and not div_or_mod:
+            name = lhs.dtype.name
+            if name == rhs.dtype.name and name in PLAIN and len(pointers) < 4:
+                return self.broadcast_impl_value(lhs, rhs)
+        return check(self, lhs, rhs, *pointers, div_or_mod=div_or_mod, **more)
+
+    monkeypatch.setattr(TritonSemantic, "binary_op_type_checking_impl", checked)
 
 
 def convert_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

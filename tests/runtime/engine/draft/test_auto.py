@@ -25,7 +25,7 @@ from tests.short_models import Shorten
 
 GREEDY = lowbit.SamplingParams()
 PROMPT = tuple(7 * index % 4000 for index in range(40))
-TOKENS = 257  # of which the first comes from the prompt
+TOKENS = 193  # of which the first comes from the prompt
 STEP, ROUND, CAUGHT_UP = 1.0, {1: 1.5, 2: 1.9, 3: 2.1}, 0.4  # seconds on the clock
 
 

@@ -156,7 +156,7 @@ def test_drafts_change_nothing(models: dict[str, lowbit.Model]) -> None:
     for request in requests(models["off"]):
         alone.append(plain.submit(request))
         turn = replace(request, prompt=(*request.prompt, *alone[-1].result(), 9, 8))
-        turns.append(plain.submit(replace(turn, max_new_tokens=8)))
+        turns.append(plain.submit(replace(turn, max_new_tokens=5)))
         turns[-1].result()
     for mode, model in models.items():
         if mode != "off":
@@ -172,7 +172,7 @@ def assert_same(model: lowbit.Model, mode: str, alone: list[Handle], turns: list
         assert found.result() == expected.result()
         assert found.log_probabilities == expected.log_probabilities
         rounds += found.tally.rounds
-        later = replace(request, prompt=(*request.prompt, *found.result(), 9, 8), max_new_tokens=8)
+        later = replace(request, prompt=(*request.prompt, *found.result(), 9, 8), max_new_tokens=5)
         again = drafted.submit(later)
         assert again.result() == turn.result()
         assert again.reused
@@ -253,7 +253,7 @@ def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
         return made[-1]
 
     monkeypatch.setattr(BlockRounds, "draft", noted)
-    for request in requests(plain, 12):
+    for request in requests(plain, 9):
         expected = plain.engine.submit(request).result()
         assert drafted.engine.submit(request).result() == expected
     ids = torch.cat([drafts.flatten() for drafts in made])

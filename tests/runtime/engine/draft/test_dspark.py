@@ -126,9 +126,9 @@ def test_drafts_are_those_of_plain_torch(
     weights = write_drafter(tmp_path, base=DSPARK)
     model, made = always_drafting(load(tmp_path, draft_tokens=7)), noted_drafts(monkeypatch)
     prompts = [model.tokenizer.encode(TEXT[:some], framed=True, context=400) for some in (400, 30)]
-    handles = [model.engine.submit(Request(tuple(ids), GREEDY, 14)) for ids in prompts]
+    handles = [model.engine.submit(Request(tuple(ids), GREEDY, 11)) for ids in prompts]
     texts = [[*ids, *handle.result()] for ids, handle in zip(prompts, handles, strict=True)]
-    turn = model.engine.submit(Request((*texts[0], 9, 8), GREEDY, 9))
+    turn = model.engine.submit(Request((*texts[0], 9, 8), GREEDY, 4))
     turn.result()
     assert turn.reused > 64
     assert {len(drafts) for _, drafts in made} > {6, 7}
@@ -179,7 +179,7 @@ def test_drafts_change_nothing(tmp_path: Path, dtype: torch.dtype) -> None:
         handles.append(drafted.engine.submit(request))
         assert handles[-1].result() == answer
         assert handles[-1].log_probabilities == handle.log_probabilities
-        turn = replace(request, prompt=(*request.prompt, *answer, 9, 8), max_new_tokens=6)
+        turn = replace(request, prompt=(*request.prompt, *answer, 9, 8), max_new_tokens=4)
         assert drafted.engine.submit(turn).result() == plain.engine.submit(turn).result()
     assert all(handle.tally.rounds > 1 for handle in handles)
     found = handles[0].speculation
@@ -200,7 +200,7 @@ def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
     plain = load(None, tmp_path / "target", dtype=torch.bfloat16)
     drafted = load(tmp_path / "drafter", tmp_path / "target", dtype=torch.bfloat16)
     made = noted_drafts(monkeypatch)
-    for request in requests(plain, 8):
+    for request in requests(plain, 6):
         answer = plain.engine.submit(request).result()
         assert drafted.engine.submit(request).result() == answer
     blocks = drafted.engine.runner.blocks
@@ -220,7 +220,7 @@ def test_a_drafter_without_the_bias_drafts_too(tmp_path: Path, short_hybrid: Pat
     }
     write_drafter(tmp_path, base=DSPARK, **less)
     plain, drafted = load(None, short_hybrid), load(tmp_path, short_hybrid)
-    request = requests(plain, 8)[0]
+    request = requests(plain, 6)[0]
     handle = drafted.engine.submit(request)
     assert handle.result() == plain.engine.submit(request).result()
     assert handle.tally.rounds

@@ -70,8 +70,8 @@ def requests(model: lowbit.Model, stop: int) -> list[Request]:
     """Greedy, drawn, penalized, one that a stop token ends, and one under a constraint."""
     starts = ("Once upon a time", TEXT[:200], "Lily")
     ids = [tuple(model.tokenizer.encode(text, framed=True, context=400)) for text in starts]
-    asked = [Request(*each, 9) for each in zip(ids, (GREEDY, HOT, STRICT), strict=True)]
-    ending = Request(ids[0], GREEDY, 9, stop_ids=frozenset({stop}))
+    asked = [Request(*each, 8) for each in zip(ids, (GREEDY, HOT, STRICT), strict=True)]
+    ending = Request(ids[0], GREEDY, 8, stop_ids=frozenset({stop}))
     return [*asked, ending, Request(ids[2], HOT, 4, constraint=Residues())]
 
 

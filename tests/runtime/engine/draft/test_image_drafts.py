@@ -97,7 +97,7 @@ def requests() -> list[Request]:
 
 
 def turn_after(request: Request, answer: tuple[int, ...]) -> Request:
-    return replace(request, prompt=(*request.prompt, *answer, 9, 8), max_new_tokens=6)
+    return replace(request, prompt=(*request.prompt, *answer, 9, 8), max_new_tokens=4)
 
 
 def assert_same(found: Handle, expected: Handle) -> None:

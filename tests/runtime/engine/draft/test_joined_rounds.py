@@ -94,7 +94,7 @@ def test_company_changes_nothing(models: tuple[lowbit.Model, lowbit.Model]) -> N
     """Seven at once, of which some come later and one leaves."""
     plain, drafting = models
     starts = [TEXT[200 * at : 200 * at + 120 + 40 * at] for at in range(6)]
-    requests = asked(plain, starts, 10)
+    requests = asked(plain, starts, 7)
     expected = [plain.engine.submit(request) for request in requests]
     for each in expected:
         each.result()

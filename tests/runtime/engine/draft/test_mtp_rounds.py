@@ -63,7 +63,7 @@ def always_drafting(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> low
 MOST = pytest.mark.parametrize("flying", [4], ids=["k4"], indirect=True)
 
 
-def asked(model: lowbit.Model, count: int = 14) -> list[Request]:
+def asked(model: lowbit.Model, count: int = 11) -> list[Request]:
     text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
     starts = ("Once upon a time, a little robot", text[:700], "Lily", text[2000:2100])
     params = (GREEDY, HOT, STRICT, replace(HOT, seed=6))
@@ -99,7 +99,7 @@ def test_sequences_that_come_and_go_change_nothing(
     plain: lowbit.Model, flying: lowbit.Model
 ) -> None:
     plain.engine.forget()
-    requests = [replace(each, max_new_tokens=10 + 4 * at) for at, each in enumerate(asked(plain))]
+    requests = [replace(each, max_new_tokens=10 + 2 * at) for at, each in enumerate(asked(plain))]
     expected = [plain.engine.submit(request) for request in requests]
     for each in expected:
         each.result()
@@ -139,12 +139,12 @@ def test_the_head_catches_up_with_steps_without_drafts(monkeypatch: pytest.Monke
     folder = EXAMPLES / "models" / "tiny-qwen3.5"
     plain = load(folder, "off")
     flying = always_drafting(load(folder, "mtp", 4), monkeypatch)
-    [request, *_] = asked(plain, 64)
+    [request, *_] = asked(plain, 44)
     drafting: Any = flying.engine.drafting
     costs = drafting.policy.costs
     expected = plain.engine.submit(request).result()
     rights = []
-    for pause in (0, 36):
+    for pause in (0, 20):
         flying.engine.forget()
         handle = flying.engine.submit(request)
         begun = [next(handle)]
@@ -152,7 +152,7 @@ def test_the_head_catches_up_with_steps_without_drafts(monkeypatch: pytest.Monke
         begun += [next(handle) for _ in range(pause)]
         drafting.policy.costs = costs
         before = handle.tally.speculated
-        begun += [next(handle) for _ in range(54 - pause)]
+        begun += [next(handle) for _ in range(36 - pause)]
         assert (*begun, *handle) == expected
         rounds = handle.tally.rounds - before.rounds
         rights.append((handle.tally.accepted[0] - sum(before.accepted[:1])) / rounds)
