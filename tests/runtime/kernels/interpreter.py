@@ -196,14 +196,13 @@ def promote_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands of one dtype need no common one: the interpreter asks for it thirty questions."""
     check = TritonSemantic.binary_op_type_checking_impl
 
-    def checked(
-        self: Any, lhs: Any, rhs: Any, *pointers: bool, div_or_mod: bool = False, **more: bool
-    ) -> Any:
-        if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor) and not div_or_mod:
+    def checked(self: Any, lhs: Any, rhs: Any, *rules: bool, **named: bool) -> Any:
+        division = len(rules) == 4 or named.get("div_or_mod")
+        if not division and isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor):
             name = lhs.dtype.name
-            if name == rhs.dtype.name and name in PLAIN and len(pointers) < 4:
+            if name in PLAIN and name == rhs.dtype.name:
                 return self.broadcast_impl_value(lhs, rhs)
-        return check(self, lhs, rhs, *pointers, div_or_mod=div_or_mod, **more)
+        return check(self, lhs, rhs, *rules, **named)
 
     monkeypatch.setattr(TritonSemantic, "binary_op_type_checking_impl", checked)
 
