@@ -2,6 +2,8 @@
 
 import atexit
 import gc
+import hashlib
+import logging
 import os
 import ssl
 from collections.abc import Generator, Iterator
@@ -13,9 +15,11 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from lowbit.formats.layout import rtn
 from lowbit.formats.machine.cores import core_count
+from lowbit.formats.text import tokenizer
 from lowbit.formats.text.template import ChatTemplate
 from tests.hub_server import HubServer
 from tests.known_scales import Scales
@@ -56,6 +60,7 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
+        _let_loggers_propagate()
         gc.freeze()
         # Python would free every object of a process that is at its end: seconds that all wait for.
         # Triton's bindings list what is frozen then as leaked.
@@ -63,6 +68,13 @@ def pytest_collection() -> Generator[None, object, object]:
         atexit.register(partial(os._exit, 0) if several else gc.unfreeze)
         gc.set_threshold(YOUNG)
         gc.enable()
+
+
+def _let_loggers_propagate() -> None:
+    """Of torch: pytest adds its handlers to each logger that does not, six times a test."""
+    for name, logger in logging.getLogger().manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and name.split(".")[0] == "torch":
+            logger.propagate = True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -128,6 +140,22 @@ def _scales_once() -> Iterator[None]:
     """The same weights have the same scales, which hundreds of tests would search for again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rtn, "search_scales", Scales().of)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tokenizers_once() -> Iterator[None]:
+    """The library reads the same content once: the tokenizer it makes is never changed."""
+    parse, known = tokenizer._parse, dict[bytes, Tokenizer]()
+
+    def parsed(data: bytes, path: Path) -> Tokenizer:
+        key = hashlib.sha256(data).digest()
+        if key not in known:
+            known[key] = parse(data, path)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "_parse", parsed)
         yield
 
 
