@@ -26,7 +26,7 @@ from tests.conversions import convert
 from tests.convert.naive_mtp import naive_head
 from tests.oracle import dequantized_weights
 
-T = 20
+T = 14
 CPU = torch.device("cpu")
 HYBRID = Path(__file__).parents[3] / "examples/models/tiny-qwen3.5"
 
