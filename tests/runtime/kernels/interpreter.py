@@ -196,12 +196,20 @@ def promote_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands of one dtype need no common one: the interpreter asks for it thirty questions."""
     check = TritonSemantic.binary_op_type_checking_impl
 
+    def fits(value: Any, dtype: Any) -> bool:
+        """Whether a number of Python takes the dtype of a tensor beside it."""
+        if dtype.name == "fp32":
+            return type(value) in (int, float)
+        return dtype.name in ("int32", "int64") and type(value) is int and abs(value) < 1 << 31
+
     def checked(self: Any, lhs: Any, rhs: Any, *rules: bool, **named: bool) -> Any:
-        division = len(rules) == 4 or named.get("div_or_mod")
-        if not division and isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor):
-            name = lhs.dtype.name
-            if name in PLAIN and name == rhs.dtype.name:
-                return self.broadcast_impl_value(lhs, rhs)
+        if len(rules) <= 2 and not named and isinstance(lhs, tl.tensor):
+            if not isinstance(rhs, tl.tensor) and fits(rhs, lhs.dtype):
+                rhs = self.scalar_constant(rhs, dtype=lhs.dtype)
+            if isinstance(rhs, tl.tensor):
+                name = lhs.dtype.name
+                if name in PLAIN and name == rhs.dtype.name:
+                    return self.broadcast_impl_value(lhs, rhs)
         return check(self, lhs, rhs, *rules, **named)
 
     monkeypatch.setattr(TritonSemantic, "binary_op_type_checking_impl", checked)
