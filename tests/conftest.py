@@ -22,7 +22,7 @@ from lowbit.formats.machine.cores import core_count
 from lowbit.formats.text import tokenizer
 from lowbit.formats.text.template import ChatTemplate
 from tests.hub_server import HubServer
-from tests.known_scales import Scales
+from tests.known_scales import Scales, search_scales
 from tests.short_models import Shorten, shortened
 
 LONGEST = "test_compile.py"
@@ -141,6 +141,12 @@ def _scales_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rtn, "search_scales", Scales().of)
         yield
+
+
+@pytest.fixture
+def scales_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales are searched for each time, where a test looks at what that depends on."""
+    monkeypatch.setattr(rtn, "search_scales", search_scales)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,6 +22,8 @@ from lowbit.formats.layout.rtn import (
 )
 from lowbit.formats.layout.scheme import GROUP_SIZES, Scheme
 
+pytestmark = pytest.mark.usefixtures("scales_anew")
+
 RULES: tuple[ScaleRule, ...] = ("signed", "positive", "absmax")
 BF16_MAX = torch.finfo(torch.bfloat16).max
 

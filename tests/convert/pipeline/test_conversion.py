@@ -229,6 +229,7 @@ def with_workers(count: int) -> Callable[[pytest.MonkeyPatch], None]:
     return change
 
 
+@pytest.mark.usefixtures("scales_anew")
 @pytest.mark.parametrize(
     "change",
     [lambda _: None, with_blocks(3000), with_workers(1), with_workers(5)],

@@ -94,6 +94,7 @@ def test_same_tensors_and_tokens(tmp_path: Path, name: str, base: Base, shorten:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.usefixtures("scales_anew")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_other_dtypes_in_small_blocks(
