@@ -22,9 +22,10 @@ from lowbit.formats.machine.cores import core_count
 from lowbit.formats.text import tokenizer
 from lowbit.formats.text.template import ChatTemplate
 from tests.hub_server import HubServer
-from tests.known_scales import Scales, search_scales
+from tests.known_scales import Scales
 from tests.short_models import Shorten, shortened
 
+SEARCH_SCALES = rtn.search_scales
 LONGEST = "test_compile.py"
 AUTO = "PYTEST_XDIST_AUTO_NUM_WORKERS"  # variable of xdist that sets another number
 AS_ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER"  # variable in which xdist names a process
@@ -146,7 +147,7 @@ def _scales_once() -> Iterator[None]:
 @pytest.fixture
 def scales_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales are searched for each time, where a test looks at what that depends on."""
-    monkeypatch.setattr(rtn, "search_scales", search_scales)
+    monkeypatch.setattr(rtn, "search_scales", SEARCH_SCALES)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,5 +34,6 @@ def digest(*tensors: Tensor | None) -> bytes:
     for tensor in tensors:
         found.update(str(None if tensor is None else tensor.shape).encode())
         if tensor is not None:
-            found.update(tensor.contiguous().numpy())
+            content: Any = tensor.contiguous().numpy()
+            found.update(content)
     return found.digest()
