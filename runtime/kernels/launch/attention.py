@@ -165,7 +165,8 @@ def attention_launch(
                 return _ringed(keys, rounded, tokens * kv_heads)
             short = keys.turn <= SHORT_TURN and tokens * kv_heads * parts > MOST_WIDE
             warps = NARROW if rounded <= NARROW or short else None
-            registers = JOINED_REGISTERS if head_dim == 128 else None
+            capped = head_dim == 128 and not quantized  # codes in registers would spill
+            registers = JOINED_REGISTERS if capped else None
             return AttentionLaunch(
                 keys, rounded, parts, registers=registers, joined=True, warps=warps
             )
