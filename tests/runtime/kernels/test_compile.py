@@ -50,7 +50,6 @@ SHARED_LIMIT = {90: 227 * KB, 80: 163 * KB, 86: 99 * KB, 89: 99 * KB, 120: 99 * 
 STATIC_LIMIT = 48 * KB
 REGISTERS = 65536  # of a multiprocessor
 SPILLED = 200  # bytes of a thread that several tokens may cost, so that two programs find room
-WIDE = 320  # of attention to codes of heads of 256
 EPS = 1e-6
 
 DECODE = {
@@ -129,7 +128,7 @@ def test_kernels_compile(tmp_path: Path, capability: int, part: int) -> None:
         f"{name}: {usage}"
         for name, usage in found.items()
         if (name in decode or name.startswith(("gemm ", "attend_on_hopper ")))
-        and usage["stack"] > (WIDE if wide(name) else SPILLED if usage["tokens"] > 1 else 0)
+        and usage["stack"] > (2 * SPILLED if wide(name) else SPILLED if usage["tokens"] > 1 else 0)
     ]
     assert not spilled, "\n".join(spilled)
     for name, usage in found.items():
@@ -374,6 +373,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.uint8: "*u8",
     torch.int8: "*i8",
     torch.int16: "*i16",
     torch.int32: "*i32",
