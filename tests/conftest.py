@@ -72,7 +72,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def _let_loggers_propagate() -> None:
-    """Of torch: pytest adds its handlers to each logger that does not, six times a test."""
+    """Loggers of torch, too: pytest adds its handlers, six times a test, to each that does not."""
     for name, logger in logging.getLogger().manager.loggerDict.items():
         if isinstance(logger, logging.Logger) and name.split(".")[0] == "torch":
             logger.propagate = True

@@ -41,7 +41,7 @@ class PackedTable:
 
     @property
     def device(self) -> torch.device:
-        """Where codes and scales are."""
+        """Device of codes and scales."""
         return self.codes.device
 
     @property

@@ -157,7 +157,7 @@ def staged_scale(buffer, row, PLAN: gl.constexpr):
 
 @gluon.jit
 def query_places(buffer, row, t, PLAN: gl.constexpr):
-    """Where a lane's fragments of a query begin: of the first and of the last 8 of its 16 elements.
+    """Places of a lane's fragments of a query: the first and the last 8 of its 16 elements.
 
     The halves of a chunk are swapped in every second query, whose lanes would share banks.
     """

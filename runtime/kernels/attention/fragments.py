@@ -250,8 +250,7 @@ def add_values(acc, fade, p, highest, shares, values, zero_f32, t, PLAN: gl.cons
     """Acc * fade + v^T @ p: columns 2 * u and 2 * u + 1 of chunks 8 * j + g, heads 2 * t and + 1.
 
     p, as the scores lie in the lanes, is a B fragment; highest: of `online_softmax`; shares: see
-    `key_scores`; fade is that of
-    head g. None: acc is zero.
+    `key_scores`; fade is that of head g. None: acc is zero.
     """
     b = weight_words(p, highest, shares, zero_f32, PLAN)
     if fade is not None:

@@ -55,8 +55,8 @@ class AttentionLaunch:
     # of a program that takes all keys or all splits, by turns where they are fewer; None for those
     # of all groups
     warps: int | None = None
-    # blocks of keys and values of a program that joins splits that a warp has in shared memory: one
-    # in use, the rest on their way; 0 loads one into registers while another is multiplied
+    # blocks of keys and values that a warp has in shared memory where keys are split: one in use,
+    # the rest on their way; 0 loads one into registers while another is multiplied
     ring: int = 0
 
 
@@ -84,7 +84,7 @@ NARROW = 4
 MOST_WIDE = 256  # such programs of eight warps that run at a time; of more, narrow ones are faster
 SHORT_TURN = 64  # keys of a split, of which narrow programs take more in turn without loss
 LOADED = 4  # splits whose highest scores are loaded from shared memory at once
-# Of programs whose codes come through rings: bytes of a row, of a head; registers with which three
+# Programs whose codes come through rings: bytes of a row, of a head; registers with which three
 # of four warps fit on a multiprocessor; entries where the keys are split; programs from which on
 # three at a time are faster than two or four; splits up to which four warps are.
 RING_ROW = 128

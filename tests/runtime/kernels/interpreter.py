@@ -197,7 +197,7 @@ def promote_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     check = TritonSemantic.binary_op_type_checking_impl
 
     def fits(value: Any, dtype: Any) -> bool:
-        """Whether a number of Python takes the dtype of a tensor beside it."""
+        """True if a number of Python takes the dtype of a tensor beside it."""
         if dtype.name == "fp32":
             return type(value) in (int, float)
         return dtype.name in ("int32", "int64") and type(value) is int and abs(value) < 1 << 31

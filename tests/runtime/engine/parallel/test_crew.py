@@ -285,7 +285,7 @@ def test_a_folder_that_is_removed_while_ranks_meet(
 def test_one_that_does_not_come_is_named(
     arrived: list[Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether this rank gives up first or not."""
+    """Both cases: this rank gives up first, or another does."""
 
     def meet(*_: object) -> None:
         raise PartedError("another rank has not come")
