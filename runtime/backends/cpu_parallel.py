@@ -20,26 +20,17 @@ from lowbit.runtime.state.delta import LayerStates
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.layers import DeltaLayer
 from lowbit.runtime.weights.linear import DenseLinear, ExpertWeights
-from lowbit.runtime.weights.share import HEAD, PARTIAL_ENDS, Share
+from lowbit.runtime.weights.share import (
+    HEAD,
+    PARTIAL_ENDS,
+    HeadRows,
+    HeadShare,
+    PartialLinear,
+    Share,
+    widths_of,
+)
 
-
-@dataclass(frozen=True, slots=True)
-class PartialLinear:
-    """A rank's columns of a linear, in a form that takes and gives FP32."""
-
-    form: CpuLinear
-
-
-@dataclass(frozen=True, slots=True)
-class HeadRows:
-    """A rank's rows of the head."""
-
-    form: CpuLinear
-    widths: tuple[int, ...]  # rows of every rank
-
-
-RankLinear = CpuLinear | PartialLinear | HeadRows
-HeadShare = tuple[tuple[int, int], ...]  # first row and end of every rank
+RankLinear = CpuLinear | PartialLinear[CpuLinear] | HeadRows[CpuLinear]
 
 
 def rank_form(module: str, form: RankLinear, share: Share, rows: HeadShare) -> RankLinear:
@@ -66,8 +57,8 @@ def rank_form(module: str, form: RankLinear, share: Share, rows: HeadShare) -> R
             raise TypeError(f"{type(form).__name__} has no partial sums")
 
 
-def _head_form(form: CpuLinear, share: Share, rows: HeadShare) -> HeadRows:
-    widths = tuple(stop - start for start, stop in rows)
+def _head_form(form: CpuLinear, share: Share, rows: HeadShare) -> HeadRows[CpuLinear]:
+    widths = widths_of(rows)
     if isinstance(form, DenseLinear) and sum(widths) == form.N:  # the embedding
         form = DenseLinear(form.weight[slice(*rows[share.rank])])
     return HeadRows(form, widths)

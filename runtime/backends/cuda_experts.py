@@ -49,21 +49,31 @@ def check_experts(experts: Experts, hidden: int) -> None:
             )
 
 
-def mixture(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinear]) -> Tensor:
-    """Add the output of the experts for the normed x to x; see `Ops.moe`."""
+def mixture(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    experts: ExpertWeights[GpuLinear],
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Add the output of the experts for the normed x to x; see `Ops.moe`.
+
+    residual: [M, h], added in place of x, whose dtype the result has; for exact inputs alone.
+    """
     way = experts_way(len(x))
     if stacked(experts.gate_up).activations == "int8":
         return _mixture_int8(x, norm, eps, experts)
+    onto = x if residual is None else residual
     if way == "grouped":
         h = rms_norm(x, norm, eps)
         scores = torch.mm(h, experts.router.T, out_dtype=torch.float32)
-        return experts_gemm(h, scores, experts, x)
+        return experts_gemm(h, scores, experts, onto)
     scores = dense_gemv(x, experts.router, norm=norm, eps=eps, dtype=torch.float32)
     routes = None if way == "lone" else experts_route(scores, experts)
     if routes and way == "together" and together_bytes(experts) <= MOST_SHARED:
-        return experts_together(x, norm, eps, routes, experts)
+        return experts_together(x, norm, eps, routes, experts, onto)
     act = experts_gate_up(x, norm, eps, scores, routes, experts)
-    return experts_down(act, scores, routes, experts, x)
+    return experts_down(act, scores, routes, experts, onto)
 
 
 def _mixture_int8(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinear]) -> Tensor:

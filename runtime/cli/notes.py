@@ -26,13 +26,13 @@ def note_choices(model: "Model") -> None:
     if model.crew is not None:
         from lowbit.runtime.models.shards import SAME_TOKENS  # needs torch
 
-        ranks = options.tensor_parallel
-        note(f"--tensor-parallel {ranks}: as many processes share the model; {SAME_TOKENS}")
+        ranks, tokens = options.tensor_parallel, SAME_TOKENS[model.device]
+        note(f"--tensor-parallel {ranks}: as many processes share the model; {tokens}")
     if options.activations != DEFAULT_ACTIVATIONS:
         note(f"activations: {options.activations} in all quantized linears but the head")
     if options.quantize is not None:
         note_quantized(model)
-    if model.device != "cpu" and model.launches is None:
+    if model.device != "cpu" and model.launches is None and model.crew is None:
         note_older_launches()
 
 

@@ -181,7 +181,7 @@ machine_options = with_options(
         shown="1",
         most=MOST_RANKS,
         help="Processes that share the model, each with some of its heads and a part of its "
-        "widths. With --device cpu only, as yet.",
+        "widths, and on a GPU of its own.",
     ),
 )
 

@@ -230,6 +230,8 @@ class Engine:
                     self._apply_changes()
                     parts = self._logits(sequence, start) if opened else []
                 if opened:
+                    if self.runner.link is not None:
+                        self.runner.results.wait(self.runner.results.record())
                     return torch.cat(parts)  # outside of inference mode: callers may change it
                 if not self._whole_step():
                     raise RequestError("other requests leave no room for this one")
@@ -243,7 +245,7 @@ class Engine:
                 chunk = self._open_chunk(sequence, last=False)
                 self._run_layers(chunk)
                 if chunk.stop > start:
-                    parts.append(self.decoder.logits(chunk.hidden[max(0, start - first) :]))
+                    parts.append(self.runner.logits(chunk.hidden[max(0, start - first) :]))
         except Exception:  # of torch, such as too little memory: give the room back, whatever it is
             self._end([(sequence, "cancelled")])
             self._interrupted = False
@@ -331,7 +333,7 @@ class Engine:
         if self.drafting is not None and sequence.count > 0:
             self.drafting.read_prompt(sequence, first, hidden)
         if request.prompt_logprobs is not None:
-            score_chunk(sequence, first, hidden, self.decoder)
+            score_chunk(sequence, first, hidden, self.decoder, self.runner.logits)
         if sequence.images is not None:
             sequence.images.drop(sequence.length)
         if sequence.length < len(request.prompt):

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -15,6 +16,7 @@ from lowbit.formats.hub.locate import locate
 from lowbit.formats.kv_cache import plain_cache
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.text.template import load_chat_template
+from lowbit.runtime.backends.exchange import check_gloo
 from lowbit.runtime.engine.constraints import ConstraintFactory
 from lowbit.runtime.engine.draft.block import new_blocks
 from lowbit.runtime.engine.draft.source import new_drafts
@@ -30,6 +32,7 @@ from lowbit.runtime.engine.memory import (
 )
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.parallel.crew import Crew, load_shared
+from lowbit.runtime.engine.parallel.link import GpuLink
 from lowbit.runtime.engine.parallel.messages import Setup
 from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.runner import new_runner
@@ -86,6 +89,8 @@ def load(
     device = choose_device(options.device)  # before anything is fetched
     dtype = options.dtype or torch.bfloat16
     check_device(dtype, options, device)
+    if device != "cpu" and options.tensor_parallel > 1:
+        options = replace(options, speculate=options.speculate or "off", takes_images=False)
     folder = locate(str(folder)).folder
     drafter = None if options.drafter is None else locate(str(options.drafter)).folder
     started = time.perf_counter()
@@ -99,7 +104,9 @@ def load(
     template = load_chat_template(folder)
     if template is not None:
         template.prepare()  # while the weights are read
-    launches = None if device == "cpu" else _launches_here()
+    # Those that were measured are for the sizes of a whole model.
+    whole = options.tensor_parallel == 1
+    launches = _launches_here() if device != "cpu" and whole else None
     vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
     ranks = options.tensor_parallel
     check_ranks(opened, ranks)
@@ -123,13 +130,23 @@ def load(
     if ranks > 1:
         threads = options.threads or max(1, torch.get_num_threads() // ranks)
         sizes = dtype, cache, chosen.cache_type, threads
-        crew, decoder = load_shared(Setup(folder, options, shard.share, Path(), *sizes), shard)
+        setup = Setup(folder, options, shard.share, Path(), *sizes)
+        if device != "cpu":
+            needed = decided.account.needed(cache, cache.all_pages)
+            gpus = options.gpus
+            setup = replace(setup, devices=gpus, vocabulary=vocabulary, gpu_bytes=needed)
+        crew, decoder = load_shared(setup, shard)
     else:
         decoder = load_decoder(opened, device, dtype, cache.context, launches)
     chunk = CHUNK if device != "cpu" else cpu_chunk(opened.token_weights() // len(decoder.layers))
     tokens = chunk, opened.part_tokens(device)
     runner = new_runner(decoder, vocabulary, cache, dtype, device, chosen.cache_type, *tokens)
     runner.crew = crew
+    if crew is not None and crew.peers is not None:
+        from lowbit.runtime.kernels.exchange import exchange_first  # needs triton and a GPU
+
+        runner.link = GpuLink(partial(exchange_first, peers=crew.peers), crew)
+        runner.results.waiting = crew.waiting
     if beside is not None:
         reader, rows = beside
         pages = kv_pages(reader.config, cache.all_pages, chosen.cache_type, device)
@@ -173,7 +190,9 @@ def _with_vision(account: Account, options: LoadOptions) -> tuple[Decided, Visio
         RequestError, ResourceError: as `decide` and `place_tower`.
     """
     if not options.takes_images:
-        return decide(account, options), None, "it was loaded without images"
+        shared = account.device != "cpu" and account.ranks > 1
+        missing = "images do not work with --tensor-parallel on GPUs yet" if shared else None
+        return decide(account, options), None, missing or "it was loaded without images"
     vision, missing = open_vision(account.opened.checkpoint)
     if vision is None:
         return decide(account, options), None, missing
@@ -227,16 +246,17 @@ def check_device(dtype: torch.dtype, options: LoadOptions, device: str) -> None:
 
     Raises:
         RequestError: naming it.
+        ResourceError: GPUs that are not there, or that cannot share a model.
     """
     if device == "cpu":
         return
     if dtype == torch.float32:
         raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")
     if options.tensor_parallel > 1:
-        raise RequestError(
-            f"`tensor_parallel` {options.tensor_parallel} on GPUs is not implemented yet",
-            hint="--device cpu runs it; for several GPUs serve the same folder with vLLM",
-        )
+        check_gloo()
+        from lowbit.runtime.backends.symmetric import check_devices  # needs triton and a GPU
+
+        check_devices(options.gpus)
 
 
 def _open(

@@ -88,8 +88,9 @@ class LoadOptions:
             spells, such as `<|im_end|>`, are these tokens, so that a message may end its turn and
             begin another. By default they are plain text. Raw prompts are taken as they are.
         tensor_parallel: processes that share the model, each with some of its heads and a part of
-            its widths. On a CPU only; the numbers that fit depend on the model. Drafts come from
-            n-grams alone, and `activations` stay `exact`.
+            its widths, and on a GPU of its own; the numbers that fit depend on the model. Drafts
+            come from n-grams alone, and `activations` stay `exact`.
+        devices: number of the GPU of each of them; None for the first ones.
         vision_device: where the vision tower runs, which is read at the first image. `auto` takes
             the GPU of the model if the cache stays as large beside the tower and an image, streams
             the tower's weights onto it if that leaves room, and else takes the CPU; of sequences
@@ -117,6 +118,7 @@ class LoadOptions:
     allow_control_tokens: bool = False
     refuse_late_system: bool = False
     tensor_parallel: int = 1
+    devices: tuple[int, ...] | None = None
     vision_device: VisionDevice = DEFAULT_VISION_DEVICE
     takes_images: bool = True
 
@@ -159,6 +161,11 @@ class LoadOptions:
         ranks = self.tensor_parallel
         if type(ranks) is not int or not 1 <= ranks <= MOST_RANKS:
             raise RequestError(f"`tensor_parallel` must be 1 to {MOST_RANKS}, got {shown(ranks)}")
+        if self.devices is not None and (len(self.devices) != ranks or self.devices[0] != 0):
+            raise RequestError(
+                f"`devices` must name a GPU for each of {ranks} processes, the first one 0, got "
+                f"{shown(self.devices)}"
+            )
         if ranks == 1:
             return
         for name, value in (("speculate", self.speculate), ("activations", self.activations)):
@@ -172,6 +179,11 @@ class LoadOptions:
                 "`method` weighted does not work with `tensor_parallel` yet",
                 hint="what works: rtn or absmax; or a folder that lowbit-convert has made",
             )
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """Number of the GPU of each process."""
+        return self.devices or tuple(range(self.tensor_parallel))
 
     @property
     def measures_inputs(self) -> bool:
@@ -211,6 +223,7 @@ class LoadKeywords(TypedDict, total=False):
     allow_control_tokens: bool
     refuse_late_system: bool
     tensor_parallel: int
+    devices: tuple[int, ...] | None
     vision_device: VisionDevice
     takes_images: bool
 

@@ -10,6 +10,7 @@ from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.kv_cache import INT8_CACHE, CacheType, plain_cache
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.runtime.engine.graphs import STEP_WIDTHS, drafts_together, kv_lens, width_for
+from lowbit.runtime.engine.kept_logits import new_kept
 from lowbit.runtime.engine.load_options import (
     ANSWER_LENGTH,
     CHOSEN_SEQUENCES,
@@ -17,7 +18,6 @@ from lowbit.runtime.engine.load_options import (
     LoadOptions,
 )
 from lowbit.runtime.engine.plan import CHUNK
-from lowbit.runtime.engine.runner import new_kept
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.decode_inputs import new_hidden_ring
 from lowbit.runtime.state.device_state import CacheSize, kv_pages, new_state
@@ -32,6 +32,9 @@ HEADROOM = 1.05  # activations, tables and the allocator's slack, on top of weig
 # activations in the graphs' pool, beside those of launched ones; but where chunks are replayed no
 # weights are widened, which takes as much.
 GPU_WORKSPACE = 256 << 20
+# Beside it on each of several GPUs: buffers of the exchange, and widened weights of partial sums of
+# prompts, in the pool of graphs and outside.
+SHARED_WORKSPACE = 256 << 20
 # An estimate of the driver's memory for the graph of a part of a step, some hundred kernels. The
 # workspace has room for graphs of steps of one part; those of larger ones are counted beside it.
 GRAPH_BYTES = 8 << 20
@@ -128,6 +131,7 @@ class Account:
         if self.device != "cpu":
             workspace = GPU_WORKSPACE + self.widened_bytes(size) + self.graph_bytes(size)
             workspace += self.drafter_bytes()
+            workspace += SHARED_WORKSPACE if self.ranks > 1 else 0
         weights = self.opened.weight_bytes(self.device, self.dtype) * self.processes
         weights += self.vision_bytes
         return weights + workspace + self.row_bytes(size) + self.page_bytes(pages)

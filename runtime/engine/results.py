@@ -1,5 +1,7 @@
 """Results of steps: tokens on the host, appended to their sequences once a step is done."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +37,8 @@ class Results:
             that are not finite.
         log_probabilities: of these tokens.
         tokens: `ring` as an array, from which a number is read faster.
+        waiting: made around every wait for a step; raises the error of one that another rank has
+            left.
     """
 
     def __init__(self, rows: int, on_gpu: bool) -> None:
@@ -42,6 +46,7 @@ class Results:
         self.ring = new_ring(rows, on_gpu)
         self.log_probabilities = new_log_probabilities(rows, on_gpu)
         self.tokens = self.ring.numpy()  # a tensor takes 4 us to read a number
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._on_gpu = on_gpu
         self._held: list[tuple[torch.cuda.Event, LogProbabilities]] = []
 
@@ -54,6 +59,16 @@ class Results:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+    def wait(self, done: "torch.cuda.Event | None") -> None:
+        """Wait for a step; done: the event behind it, see `record`.
+
+        Raises:
+            LowbitError: another rank has ended, so that nothing that steps left counts.
+        """
+        if done is not None:
+            with self.waiting():
+                done.synchronize()
 
     def hold(self, scores: LogProbabilities) -> None:
         """Keep page-locked memory alive until the kernels under way no longer write to it."""
@@ -114,10 +129,9 @@ class PlainStep:
 
     def commit(self) -> Ended:
         """Wait for the step and append its tokens; returns the sequences that end."""
-        if self.done is not None:
-            self.done.synchronize()
         ended: Ended = []
         results = self.results
+        results.wait(self.done)
         for sequence in self.sequences:
             if sequence.phase == "ended":
                 continue

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ from torch import Tensor
 from lowbit.formats.kv_cache import CacheType, plain_cache
 from lowbit.runtime.engine.chunks import Chunks, new_chunks
 from lowbit.runtime.engine.draft_source import ContextReader
-from lowbit.runtime.engine.graphs import Graphs, kv_lens, round_kv_len, width_for
+from lowbit.runtime.engine.graphs import Graphs, round_kv_len, width_for
+from lowbit.runtime.engine.kept_logits import KeptLogits
+from lowbit.runtime.engine.parallel.link import GpuLink
+from lowbit.runtime.engine.parallel.tasks import RunChunk, RunHead, RunStep, SetPages
 from lowbit.runtime.engine.plan import CHUNK, Capacity, Change, CloseRow, OpenRow
 from lowbit.runtime.engine.results import PlainStep, Results
 from lowbit.runtime.engine.sequence import Sequence
@@ -34,7 +38,7 @@ from lowbit.runtime.state.step import Step, StepPlan, parts_of
 from lowbit.runtime.state.step_buffers import new_step
 from lowbit.runtime.thresholds import EXACT_TOKENS, ROUND_TOKENS, SEQUENCE_TOKENS
 
-ALIGNED = 16  # kept logits: their rows are a multiple of so many
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -57,12 +61,14 @@ class Runner:
     hidden_ring: Tensor | None = None
     blocks: ContextReader | None = None  # block drafter that reads every step; None without one
     crew: Crew | None = None  # the other ranks of the model; None without any
+    link: GpuLink | None = None  # to other GPUs that share the model; None without any
     chunk_tokens: int = CHUNK  # most tokens of a chunk
     # Most tokens of a decode step that pass the layers together, a multiple of EXACT_TOKENS; more
     # are cut into parts
     part_tokens: int = EXACT_TOKENS
     inputs: DecodeInputs = field(init=False)  # of the next decode step
     results: Results = field(init=False)  # host memory that steps write to
+    kept: KeptLogits = field(init=False)  # between the halves of a step
     graphs: Graphs = field(default_factory=Graphs)  # recorded steps
     # Runs chunks of prompts that may be replayed; None where all are launched
     chunks: Chunks | None = field(init=False)
@@ -72,14 +78,14 @@ class Runner:
     shifts: Tensor = field(init=False)
     _shifts: list[int] = field(init=False)  # the same on the host
     _shifted: bool = False  # a sequence of `batch` has images
-    # [EXACT_TOKENS or fewer, V] float32 of `keep`, for each EXACT_TOKENS tokens of a step
-    _kept: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Allocate the inputs of the largest step."""
         rows = self.tables.shape[0]
         self.inputs = new_decode_inputs(width_for(self.rows), rows, self.state.device)
         self.results = Results(rows, self.on_gpu)
+        sizes = self.rows, self.sampler.vocabulary, self.decoder.config.vocab_size
+        self.kept = KeptLogits(*sizes, self.state.device)
         self.masks = self.ints(range(rows, rows + ROUND_TOKENS))
         self._shifts = [0] * rows
         self.shifts = self.ints(self._shifts)
@@ -137,8 +143,8 @@ class Runner:
         sequence, snapshot = change.sequence, change.snapshot
         if change.copied is not None:
             self._copy_page(*change.copied)
-        row, pages = sequence.row, sequence.pages
-        self.tables[row, : len(pages)] = self.ints(pages)
+        row, pages = sequence.row, tuple(sequence.pages)
+        self._together(SetPages(row, pages), partial(self.set_pages, row, pages))
         if self.state.recurrent:
             clear = changes.ClearSlot(row)
             self._change(clear if snapshot is None else changes.RestoreSnapshot(snapshot, row))
@@ -153,6 +159,14 @@ class Runner:
             work()
         else:
             self.crew.run(change, work)
+
+    def set_pages(self, row: int, pages: Numbers[int]) -> None:
+        """Write the block table of a sequence, behind the steps under way."""
+        self.tables[row, : len(pages)] = self.ints(pages)
+
+    def _together(self, task: object, work: Callable[[], T]) -> T:
+        """Do some work of steps, which other GPUs that share the model do too."""
+        return work() if self.link is None else self.link.together(task, work)
 
     def _copy_page(self, source: int, target: int) -> None:
         self._change(changes.CopyPage(source, target))
@@ -185,10 +199,20 @@ class Runner:
             axes=axes,
             shifted=axes is None and self.shift(sequence, first),
         )
-        if self.chunks is not None and self.chunks.takes(count):
-            yield self.chunks.run(plan, ids, self.shifts, first == sequence.reused)
-            return
-        yield from self.each_layer(*new_step(plan, ids, self.tables, self.shifts))
+        begins = first == sequence.reused
+        if self.link is not None:
+            task = RunChunk(plan, tuple(ids), begins)
+            yield self._together(task, partial(self.run_chunk, plan, ids, begins))
+        elif self.chunks is not None and self.chunks.takes(count):
+            yield self.chunks.run(plan, ids, self.shifts, begins)
+        else:
+            yield from self.each_layer(*new_step(plan, ids, self.tables, self.shifts))
+
+    def run_chunk(self, plan: StepPlan, ids: Numbers[int], begins: bool) -> Tensor:
+        """Run a chunk to its end: output of the last layer; see `chunk` and `Chunks.run`."""
+        if self.chunks is not None and self.chunks.takes(plan.tokens):
+            return self.chunks.run(plan, ids, self.shifts, begins)
+        return last_of(self.each_layer(*new_step(plan, ids, self.tables, self.shifts)))
 
     def shift(self, sequence: Sequence, at: int) -> bool:
         """Set what is added to a sequence's positions for the angles of text from `at` on.
@@ -207,10 +231,20 @@ class Runner:
     def begin(self, sequence: Sequence, hidden: Tensor) -> PlainStep:
         """Choose the first new token of a sequence, by its prompt's last hidden state [1, h]."""
         self.shift(sequence, sequence.length)
-        row, logits = sequence.row, self.decoder.logits(hidden)
+        row, logits = sequence.row, self.logits(hidden)
         rows, positions = self.ints([row]), self.ints([sequence.length - 1])
         self.choose_tokens(logits, rows, positions, self.inputs.firsts[row : row + 1])
         return PlainStep([sequence], self.results, self.results.record())
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits outside of a step: [M, h] to [M, V or more] float32."""
+        return self._together(RunHead(len(hidden)), partial(self.run_head, hidden))
+
+    def run_head(self, hidden: Tensor) -> Tensor:
+        """`logits` on this rank; hidden states of the first one take the place of others."""
+        if self.link is not None:
+            self.link.share_hidden(hidden)
+        return self.decoder.logits(hidden)
 
     def decode(self, sequences: list[Sequence]) -> PlainStep:
         """Send a plain step: run the last token of every sequence and choose the next ones."""
@@ -230,7 +264,7 @@ class Runner:
         """Send the second half of `decode`, under the masks that the sequences have now."""
         M = self.width(len(sequences))
         plan = StepPlan(tokens=M, sequences=M, max_kv_len=0, longest=1)
-        self.send(self.graphs, ("choose", M, self.sampler.shape), self.run_choice, plan)
+        self.send_choice(self.graphs, ("choose", M, self.sampler.shape), plan)
         return PlainStep(sequences, self.results, self.results.record())
 
     def kv_len_for(self, tokens: int, width: int = 1) -> int:
@@ -268,17 +302,22 @@ class Runner:
             self._choose(logits, part)
             del logits  # before those of the next part take as much memory
 
+    def run_unchosen(self, plan: StepPlan) -> None:
+        """Run a step of the first rank, which chooses its tokens, on another."""
+        for _ in self._logits_of(plan):
+            pass
+
     def run_layers(self, plan: StepPlan) -> None:
         """Run the first half of `run_step`, up to the logits."""
         for part, logits in self._logits_of(plan):
-            self.keep(logits, part)
+            self.kept.keep(logits, part)
             del logits
 
     def run_choice(self, plan: StepPlan) -> None:
         """Run the second half of `run_step`; of a round, under a mask for each token."""
         masks = self.masks[: plan.tokens] if plan.drafts else None
         for part in parts_of(plan, EXACT_TOKENS):
-            self._choose(self.kept(part), part, masks)
+            self._choose(self.kept.of(part), part, masks)
 
     def _choose(self, logits: Tensor, plan: StepPlan, masks: Tensor | None = None) -> None:
         M, step = plan.tokens, self.inputs.step
@@ -300,48 +339,10 @@ class Runner:
             self.choose_tokens(logits[now], rows[now], moved, token, used)
             positions[now], chosen[now] = moved, token
 
-    def warm_up(self, widths: Numbers[int], lengths: Numbers[int] | None = None) -> None:
-        """Send plain steps, whole and in halves, so that all their kernels are compiled.
-
-        Args:
-            widths: tokens of a step.
-            lengths: tokens of the longest sequence; None for each that steps are recorded for.
-        """
-        self._kept = self._new_kept()
-        for M in widths:
-            every = kv_lens(self.context, M) if lengths is None else lengths
-            plans = [StepPlan(M, M, max_kv_len, longest=1) for max_kv_len in every]
-            for plan in plans:
-                for _ in self._logits_of(plan):
-                    pass
-            self.run_step(plans[0])
-            self.run_choice(plans[0])
-
     def make_room_to_keep(self) -> None:
         """Allocate the tensor that keeps logits on a GPU, before half a step is recorded."""
-        if self.on_gpu and not self._kept:
-            self._kept = self._new_kept()
-
-    def _new_kept(self) -> list[Tensor]:
-        padded = self.decoder.config.vocab_size
-        kept = new_kept(self.rows, self.sampler.vocabulary, padded, self.state.device)
-        return list(torch.split(kept, EXACT_TOKENS))
-
-    def keep(self, logits: Tensor, part: StepPlan) -> None:
-        """Keep logits [M, V or more] of the first half of a step for the second half.
-
-        part: of the step, whose parts come in order.
-        """
-        place = part.first // EXACT_TOKENS
-        if self.on_gpu:
-            kept = self._kept[place]
-            kept[: part.tokens].copy_(logits[:, : kept.shape[1]])
-        else:
-            self._kept[place:] = [logits]
-
-    def kept(self, part: StepPlan) -> Tensor:
-        """Logits [M, V] that `keep` was given for a part of a step."""
-        return self._kept[part.first // EXACT_TOKENS][: part.tokens]
+        if self.on_gpu and not self.kept.fixed:
+            self.kept.make_room()
 
     def _logits_of(self, plan: StepPlan) -> Iterator[tuple[StepPlan, Tensor]]:
         """Logits [M, V or more] behind every token of a step; stores the hidden states.
@@ -358,8 +359,9 @@ class Runner:
 
     def _hidden_of(self, plan: StepPlan) -> Tensor:
         """Output of the layers for the tokens of a step or of a part, [M, h]."""
+        link, inputs = self.link, self.inputs
+        ids = self._ids_of(plan) if link is None else link.share_inputs(inputs, plan)
         step = self.inputs.step.step(plan, self.tables, self.shifts)
-        ids = self._ids_of(plan)
         hidden = last_of(self.each_layer(ids[plan.first : plan.first + plan.tokens], step))
         if self.hidden_ring is not None:
             self.decoder.ops.store_hidden(hidden, step.rows, step.positions, self.hidden_ring)
@@ -406,10 +408,18 @@ class Runner:
     def send(
         self, graphs: Graphs, key: Hashable, part: Callable[[StepPlan], None], plan: StepPlan
     ) -> None:
-        """Launch `run_step` or a half of it."""
-        self.launch(
-            graphs, key, partial(part, plan), (self._ids_of(plan), self.inputs.step.block[1:5])
-        )
+        """Launch `run_step` or its first half, on all ranks."""
+        work = partial(self._launch_step, graphs, key, partial(part, plan), plan)
+        self._together(RunStep(plan, fresh=self.on_gpu and key not in graphs), work)
+
+    def send_choice(self, graphs: Graphs, key: Hashable, plan: StepPlan) -> None:
+        """Launch the second half of `run_step`."""
+        self._launch_step(graphs, key, partial(self.run_choice, plan), plan)
+
+    def _launch_step(
+        self, graphs: Graphs, key: Hashable, step: Callable[[], None], plan: StepPlan
+    ) -> None:
+        self.launch(graphs, key, step, (self._ids_of(plan), self.inputs.step.block[1:5]))
 
     def launch(
         self,
@@ -449,13 +459,6 @@ def _count_sent(sequences: list[Sequence]) -> None:
     for each in sequences:
         each.length += 1
         each.chosen += 1
-
-
-def new_kept(sequences: int, vocabulary: int, padded: int, device: str | torch.device) -> Tensor:
-    """Room for the logits of the largest step, [W or ROUND_TOKENS, V] float32, rows aligned."""
-    widest = max(width_for(sequences), ROUND_TOKENS)
-    logits = min(-(-vocabulary // ALIGNED) * ALIGNED, padded)
-    return torch.empty(widest, logits, dtype=torch.float32, device=device)
 
 
 def new_runner(

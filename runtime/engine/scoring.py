@@ -1,6 +1,7 @@
 """Log-probabilities of a prompt's tokens, computed chunk by chunk as the prompt runs."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,7 +14,13 @@ from lowbit.runtime.state.host_rings import LogProbabilities, to_device
 ROWS = 128  # of logits at a time: 78 MB with a vocabulary of 150,000
 
 
-def score_chunk(sequence: Sequence, first: int, hidden: Tensor, decoder: Decoder) -> None:
+def score_chunk(
+    sequence: Sequence,
+    first: int,
+    hidden: Tensor,
+    decoder: Decoder,
+    logits: Callable[[Tensor], Tensor],
+) -> None:
     """Compute log-probabilities of the tokens that follow those of a chunk; the host does not wait.
 
     They count every row of the head, padding included, as `Model.logits` does.
@@ -21,6 +28,8 @@ def score_chunk(sequence: Sequence, first: int, hidden: Tensor, decoder: Decoder
     Args:
         first: position of the chunk's first token.
         hidden: [M, h], its hidden states.
+        decoder: the model.
+        logits: of hidden states, see `Runner.logits`.
     """
     prompt, device = sequence.request.prompt, hidden.device
     if sequence.scores is None:
@@ -36,7 +45,7 @@ def score_chunk(sequence: Sequence, first: int, hidden: Tensor, decoder: Decoder
         rows = torch.arange(at, at + len(part), dtype=torch.int32, device=device)
         tokens = to_device(prompt[at : at + len(part)], torch.int64, device)
         decoder.ops.log_probabilities(
-            decoder.logits(part),
+            logits(part),
             decoder.config.vocab_size,
             rows,
             torch.zeros_like(rows),

@@ -52,6 +52,7 @@ from lowbit.runtime.models.loader import (
 )
 from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.sampling_params import SamplingParams, sampling_defaults
+from lowbit.runtime.state.step import StepPlan
 from lowbit.runtime.text.tokenizer import load_tokenizer
 from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
 from lowbit.runtime.weights.weights import WIDE_BITS, Weights
@@ -164,13 +165,30 @@ def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -
             if count <= reach:
                 send_chunk(runner, count, reach - count)
     widths = [width for width in STEP_WIDTHS if width <= width_for(runner.rows)]
-    runner.warm_up(widths)
+    warm_up(runner, widths)
     for each in params:
         for masked in (False, True):
             runner.sampler.configure_row(1, each, [0], masked)
             send_first_tokens(runner)
-            runner.warm_up(widths, lengths[:1])
+            warm_up(runner, widths, lengths[:1])
             runner.sampler.clear_row(1)
+
+
+def warm_up(runner: Runner, widths: Iterable[int], lengths: Iterable[int] | None = None) -> None:
+    """Send plain steps, whole and in halves.
+
+    Args:
+        widths: tokens of a step.
+        lengths: tokens of the longest sequence; None for each that steps are recorded for.
+    """
+    runner.kept.make_room()
+    for M in widths:
+        every = kv_lens(runner.context, M) if lengths is None else lengths
+        plans = [StepPlan(M, M, max_kv_len, longest=1) for max_kv_len in every]
+        for plan in plans:
+            runner.run_unchosen(plan)
+        runner.run_step(plans[0])
+        runner.run_choice(plans[0])
 
 
 def meta_blocks(opened: OpenedModel, options: LoadOptions, runner: Runner) -> Blocks:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, kv_bytes, state_bytes
-from lowbit.formats.errors import RequestError
+from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.runtime.engine.load import check_device
 from lowbit.runtime.engine.load_options import LoadOptions
@@ -64,7 +64,7 @@ def shared_demand(name: str, device: str, ranks: int) -> SharedDemand:
         fitting=ranks_that_fit(opened),
         context=context,
         fits=None if free is None else most <= free,
-        tokens=SAME_TOKENS,
+        tokens=SAME_TOKENS[device],
         refused=_refused(device, ranks),
     )
 
@@ -83,6 +83,6 @@ def _demand(opened: OpenedModel, share: Share, device: str, context: int) -> Ran
 def _refused(device: str, ranks: int) -> str | None:
     try:
         check_device(DTYPE, LoadOptions(tensor_parallel=ranks), device)
-    except RequestError as error:
+    except (RequestError, ResourceError) as error:
         return f"{error}; {error.hint}" if error.hint else str(error)
     return None

@@ -49,11 +49,12 @@ from lowbit.runtime.weights.tied_head import with_own_head
 from lowbit.runtime.weights.weights import Weights, served
 
 if TYPE_CHECKING:
+    from lowbit.runtime.backends.cuda_parallel import RankLinear
     from lowbit.runtime.kernels.launch.tuned import Launches
     from lowbit.runtime.kernels.linear.tiles import GpuLinear
     from lowbit.runtime.models.shared_decoder import SharedDecoder
 
-    Decoder = Model[CpuLinear] | Model[GpuLinear] | SharedDecoder
+    Decoder = Model[CpuLinear] | Model[GpuLinear] | Model[RankLinear] | SharedDecoder
     Drafter = BlockDrafter[CpuLinear] | BlockDrafter[GpuLinear]
     Rows = DraftRows[CpuLinear] | DraftRows[GpuLinear]
 else:  # that module needs triton, which the CPU does without
@@ -319,6 +320,22 @@ def load_decoder(
         return on_cpu
     from lowbit.runtime.backends import cuda  # needs triton and a GPU
 
+    check_kernels(opened)
+    to_cuda = _cuda_weights(opened, device, dtype, launches)
+    decoder = build_decoder(opened, to_cuda, cuda, context)
+    to_cuda.check_finite()
+    torch.cuda.empty_cache()  # buffers of rows on their way to tiles
+    return decoder
+
+
+def check_kernels(opened: OpenedModel) -> None:
+    """Refuse a model that the GPU's kernels have no place for.
+
+    Raises:
+        UnsupportedModelError: naming the size.
+    """
+    from lowbit.runtime.backends import cuda  # needs triton and a GPU
+
     config = opened.config
     cuda.check_attention(config.head_dim, config.rotary_dim)
     linear = config.linear_layers
@@ -327,11 +344,6 @@ def load_decoder(
     if config.experts is not None:
         cuda.check_experts(config.experts, config.hidden_size)
         check_shared_experts(opened)
-    to_cuda = _cuda_weights(opened, device, dtype, launches)
-    decoder = build_decoder(opened, to_cuda, cuda, context)
-    to_cuda.check_finite()
-    torch.cuda.empty_cache()  # buffers of rows on their way to tiles
-    return decoder
 
 
 def load_drafter(

@@ -1,6 +1,7 @@
 """The model of a rank: its shard of the weights over ops that exchange partial sums."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -9,11 +10,15 @@ from lowbit.runtime.backends.cpu_linear import prepare
 from lowbit.runtime.backends.cpu_parallel import RankLinear, RankOps, rank_form
 from lowbit.runtime.backends.exchange import Exchange
 from lowbit.runtime.models.architectures import Model
-from lowbit.runtime.models.loader import OpenedModel, build_decoder
+from lowbit.runtime.models.loader import OpenedModel, build_decoder, check_kernels
 from lowbit.runtime.models.shards import head_rows
 from lowbit.runtime.weights.linear import Linear
-from lowbit.runtime.weights.share import Share
+from lowbit.runtime.weights.share import HeadShare, Share
 from lowbit.runtime.weights.weights import Weights
+
+if TYPE_CHECKING:
+    from lowbit.runtime.backends.cuda_parallel import RankLinear as GpuRankLinear
+    from lowbit.runtime.kernels.exchange import Peers
 
 
 def unsaid(module: str) -> None:
@@ -34,8 +39,7 @@ def load_rank(
     Raises:
         FormatError: a tensor holds NaN or Inf.
     """
-    ranks = exchange.share.ranks
-    rows = tuple(head_rows(shard.config.vocab_size, Share(rank, ranks)) for rank in range(ranks))
+    rows = _head_rows(shard, exchange.share.ranks)
 
     def made(w: Linear, paired: bool, activations: Activations) -> RankLinear:
         return prepare(w, dtype, activations)
@@ -48,3 +52,49 @@ def load_rank(
     decoder = build_decoder(shard, weights, RankOps(exchange), context)
     weights.check_finite()
     return decoder
+
+
+def load_rank_on_gpu(
+    shard: OpenedModel,
+    peers: "Peers",
+    dtype: torch.dtype,
+    context: int,
+    most_tokens: int,
+    progress: Callable[[str], None] = unsaid,
+) -> "Model[GpuRankLinear]":
+    """Read a rank's weights onto the current GPU; see `load_rank`.
+
+    Args:
+        most_tokens: that pass the layers together.
+        progress: is told of each module that has been read, and may raise.
+
+    Raises:
+        FormatError: a tensor holds NaN or Inf.
+        UnsupportedModelError: the GPU's kernels have no place for the shard's sizes.
+    """
+    from lowbit.runtime.backends import cuda_parallel  # needs triton and a GPU
+
+    check_kernels(shard)
+    rows = _head_rows(shard, peers.share.ranks)
+
+    def formed(module: str, form: "GpuRankLinear") -> "GpuRankLinear":
+        progress(module)
+        return cuda_parallel.rank_form(module, form, peers.share, rows)
+
+    weights: Weights[GpuRankLinear] = Weights(
+        *(shard.checkpoint, shard.schemes, "cuda", dtype, cuda_parallel.prepare),
+        gather=cuda_parallel.gathered,
+        formed=formed,
+    )
+    mixed = most_tokens if shard.config.experts is not None else 0
+    zeros = torch.zeros(mixed, shard.config.hidden_size, dtype=torch.float32, device="cuda")
+    decoder = build_decoder(shard, weights, cuda_parallel.RankOps(peers, zeros), context)
+    weights.check_finite()
+    torch.cuda.empty_cache()  # buffers of rows on their way to tiles
+    return decoder
+
+
+def _head_rows(shard: OpenedModel, ranks: int) -> HeadShare:
+    """Rows of the head on every rank."""
+    vocabulary = shard.config.vocab_size
+    return tuple(head_rows(vocabulary, Share(rank, ranks)) for rank in range(ranks))

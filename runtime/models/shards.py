@@ -39,7 +39,11 @@ from lowbit.runtime.weights.share import HEAD, PARTIAL_ENDS, WHOLE, Part, Share
 C = TypeVar("C", bound=Config)
 Stored = tuple[TensorInfo, DerivedRows | None]  # a tensor of a shard; None where it lies in a file
 
-SAME_TOKENS = "its tokens are those of one, but where two are about as likely"
+SAME_TOKENS = {
+    "cpu": "its tokens are those of one, but where two are about as likely",
+    "cuda": "its logits are near those of one GPU, but not the same bits: where two tokens are "
+    "about as likely, it may choose the other",
+}
 HEAD_ROWS = 64  # a rank's rows of the head begin at a multiple, where blocks of products do
 
 

@@ -72,7 +72,7 @@ Task = RunPass | OpenPass | RunLayer | DropPass | RunHead | StateChange
 class Crew(Protocol):
     """The other ranks of a model, as the first one sees them."""
 
-    def run(self, task: Task, work: Callable[[], T]) -> T:
+    def run(self, task: object, work: Callable[[], T]) -> T:
         """Have the others run a task, and do this rank's part of it meanwhile.
 
         The part runs to its end, whatever happens to the caller: ranks must not part in a layer.

@@ -1,10 +1,12 @@
 """Tensor parallelism: one rank's share of heads and widths, and the parts of tensors it reads."""
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+W = TypeVar("W", covariant=True)  # a backend's form of a linear
 Ranges = tuple[tuple[int, int], ...]  # start and stop of each, in order
 
 HEAD = "lm_head"
@@ -37,6 +39,33 @@ class Share:
 
 
 ALONE = Share(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialLinear(Generic[W]):
+    """A rank's columns of a linear, in a form whose products are FP32."""
+
+    form: W
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows(Generic[W]):
+    """A rank's rows of the head."""
+
+    form: W
+    widths: tuple[int, ...]  # rows of every rank
+
+
+HeadShare = tuple[tuple[int, int], ...]  # first row of the head, and its end, on every rank
+
+
+def widths_of(rows: HeadShare) -> tuple[int, ...]:
+    """Rows of the head on every rank.
+
+    >>> widths_of(((0, 64), (64, 100)))
+    (64, 36)
+    """
+    return tuple(stop - start for start, stop in rows)
 
 
 @dataclass(frozen=True, slots=True)

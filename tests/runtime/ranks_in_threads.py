@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Barrier
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,13 +13,15 @@ from torch import Tensor
 from lowbit.formats.kv_cache import FP32_CACHE, CacheType
 from lowbit.runtime.backends.cpu_parallel import RankLinear
 from lowbit.runtime.backends.exchange import Exchange
+from lowbit.runtime.engine.parallel.followed import FollowedRunner
+from lowbit.runtime.engine.parallel.link import GpuLink
 from lowbit.runtime.engine.parallel.messages import decoded, encoded
 from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.models.architectures import Model
-from lowbit.runtime.models.loader import OpenedModel
+from lowbit.runtime.models.loader import Decoder, OpenedModel
 from lowbit.runtime.models.ranks import load_rank
 from lowbit.runtime.models.shards import check_ranks, shard_of
-from lowbit.runtime.models.shared_decoder import FollowedDecoder, SharedDecoder, Task
+from lowbit.runtime.models.shared_decoder import FollowedDecoder, SharedDecoder
 from lowbit.runtime.state.device_state import CacheSize, new_state
 from lowbit.runtime.state.snapshots import Snapshots
 from lowbit.runtime.weights.share import Share
@@ -78,12 +80,12 @@ def on_each_rank(ranks: int, work: Callable[[Exchange], T]) -> list[T]:
 class ThreadCrew:
     """Followers in threads, which get their tasks as bytes."""
 
-    def __init__(self, followers: Sequence[FollowedDecoder]) -> None:
+    def __init__(self, followers: Sequence[Any]) -> None:
         self.followers = followers
         self.tasks: list[str] = []
         self._threads = [ThreadPoolExecutor(1) for _ in range(1 + len(followers))]
 
-    def run(self, task: Task, work: Callable[[], T]) -> T:
+    def run(self, task: object, work: Callable[[], T]) -> T:
         content = encoded(task)
         self.tasks.append(type(task).__name__)
         first, *others = self._threads
@@ -122,3 +124,30 @@ def shared_runner(
     runner = new_runner(SharedDecoder(first, crew), 261, cache, dtype, "cpu", cache_type)
     runner.crew = crew
     return runner, crew
+
+
+def linked_runner(
+    opened: OpenedModel, ranks: int, cache: CacheSize
+) -> tuple[Runner, list[Runner], ThreadCrew]:
+    """Runners that share a model as those on GPUs do, on the CPU: the first one, and the others."""
+    check_ranks(opened, ranks)
+    dtype = torch.float32
+
+    def load(exchange: Exchange) -> tuple[Exchange, Model[RankLinear]]:
+        shard = shard_of(opened, exchange.share)
+        return exchange, load_rank(shard, exchange, dtype, cache.context)
+
+    runners, shares = [], []
+    for exchange, model in on_each_rank(ranks, load):
+        runners.append(new_runner(cast("Decoder", model), 261, cache, dtype, "cpu"))
+        shares.append(partial(_share_words, exchange))
+    crew = ThreadCrew([FollowedRunner(runner) for runner in runners[1:]])
+    for number, (runner, share) in enumerate(zip(runners, shares, strict=True)):
+        runner.link = GpuLink(share, None if number else crew)
+    runners[0].crew = crew
+    return runners[0], runners[1:], crew
+
+
+def _share_words(exchange: Any, words: Tensor) -> None:
+    assert words.dtype == torch.int32
+    words.copy_(exchange._all(words.clone())[0])

@@ -62,10 +62,9 @@ class MadeRound:
         A later round under way has already sent the last token and overwritten the recurrent states
         after the others.
         """
-        if self._done is not None:
-            self._done.synchronize()
         ended: Ended = []
         results = self.rounds.runner.results
+        results.wait(self._done)
         for sequence, writes in zip(self.sequences, self._writes, strict=True):
             state = drafts_of(sequence)
             state.due -= 1 + self.drafts

@@ -30,7 +30,8 @@ from lowbit.runtime.state.step_buffers import new_step, step_of
 from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
 
 if TYPE_CHECKING:
-    from lowbit.runtime.kernels.linear.tiles import GpuLinear  # needs triton, which a CPU may lack
+    from lowbit.runtime.backends.cuda_parallel import RankLinear  # needs triton, as the next one
+    from lowbit.runtime.kernels.linear.tiles import GpuLinear  # which a CPU may lack
 
 # First guess of how often drafts are accepted behind accepted ones, by place.
 MTP_GUESSES = (0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35)
@@ -43,7 +44,8 @@ class MtpCache:
     """Keys and values of the MTP head."""
 
     runner: Runner  # of the model
-    head: MtpHead[CpuLinear] | MtpHead["GpuLinear"]  # of the model
+    # Of the model; those that ranks share have none
+    head: MtpHead[CpuLinear] | MtpHead["GpuLinear"] | MtpHead["RankLinear"]
     hidden_ring: Tensor  # of the runner
     graphs: Graphs  # recorded steps that catch up
     block: Tensor  # [4, W] int32 rows, positions, places in the hidden rings and ids of such a step

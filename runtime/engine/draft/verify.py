@@ -91,9 +91,8 @@ class VerifiedRound:
 
     def commit(self) -> Ended:
         """Wait for the round and append its tokens; the sequences that end with them."""
-        if self._done is not None:
-            self._done.synchronize()
         results, ended = self.verifier.runner.results, list(self._failed)
+        results.wait(self._done)
         failed = {sequence for sequence, _ in self._failed}
         chosen = [
             self._chosen(part.sequence, drafts)
@@ -180,7 +179,7 @@ class Verifier:
         """Send the second half of `send`: choose under a mask for each token."""
         runner, places = self.runner, plan.longest if plan.ordered else 1
         key = ("choice", plan.tokens, places, runner.sampler.shape, plan.ordered)
-        runner.send(self.graphs, key, runner.run_choice, plan)
+        runner.send_choice(self.graphs, key, plan)
 
     def _prepare(self, parts: list[Part]) -> StepPlan:
         spans = tuple(part.span for part in parts)

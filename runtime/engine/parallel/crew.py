@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from socket import socketpair
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.machine.interrupts import interrupts_blocked
 from lowbit.formats.machine.system import explained
 from lowbit.runtime.backends.exchange import Exchange, PartedError, check_gloo, meet, removed
+from lowbit.runtime.engine.parallel.gpus import Watch, meet_gpus
 from lowbit.runtime.engine.parallel.members import (
     AGAIN,
     Member,
@@ -51,10 +52,15 @@ from lowbit.runtime.engine.parallel.messages import (
     Setup,
     encoded,
 )
+from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.models.loader import OpenedModel
-from lowbit.runtime.models.ranks import load_rank
-from lowbit.runtime.models.shared_decoder import SharedDecoder, Task
+from lowbit.runtime.models.ranks import load_rank, load_rank_on_gpu
+from lowbit.runtime.models.shared_decoder import SharedDecoder
 from lowbit.runtime.weights.share import Share
+
+if TYPE_CHECKING:
+    from lowbit.runtime.kernels.exchange import Peers
+    from lowbit.runtime.models.loader import Decoder
 
 T = TypeVar("T")
 Job = tuple[Callable[[], Any], "Future[Any]"]
@@ -67,16 +73,25 @@ class Crew:
     Attributes:
         members: their processes.
         exchange: this rank's way to them, for tasks alone.
+        peers: the way of GPUs to each other; None on a CPU.
         close: ends them; they end with this object, too, and with this process. In a fork of it
             they go on.
     """
 
-    def __init__(self, members: Sequence[Member], exchange: Exchange, threads: int) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        exchange: Exchange,
+        threads: int,
+        peers: "Peers | None" = None,
+    ) -> None:
         """Begin with members that have met."""
-        self.members, self.exchange = members, exchange
+        self.members, self.exchange, self.peers = members, exchange, peers
         self._lost: LowbitError | None = None
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self.close = weakref.finalize(self, _end, members, self._jobs, os.getpid())
+        processes = [member.process for member in members]
+        self._watch = None if peers is None else Watch(processes, peers.aborted)
+        self.close = weakref.finalize(self, _close, members, self._jobs, os.getpid(), self._watch)
         # A daemon: the end of this process waits for no rank that does not answer.
         arguments = (self._jobs, threads)
         self._worker = threading.Thread(
@@ -114,7 +129,24 @@ class Crew:
             member.process.kill()
         self.close()
 
-    def run(self, task: Task, work: Callable[[], T]) -> T:
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for steps of the GPU in the body, of which none counts if another rank has ended.
+
+        Raises:
+            ResourceError: that is so.
+        """
+        with nullcontext() if self._watch is None else self._watch.waiting():
+            yield
+        self._check()
+
+    def _check(self) -> None:
+        if self._lost is None and self._watch is not None and self._watch.aborted:
+            self._lose(PartedError("another rank does not answer"))
+        if self._lost is not None:
+            raise ResourceError(str(self._lost), self._lost.hint)
+
+    def run(self, task: object, work: Callable[[], T]) -> T:
         """Have the others run a task, and do this rank's part of it; see `shared_decoder.Crew`."""
         job: Future[T] = Future()
         self._jobs.put((partial(self._together, task, work), job))
@@ -134,24 +166,31 @@ class Crew:
             hint="load the model in the process that runs it",
         )
 
-    def _together(self, task: Task, work: Callable[[], T]) -> T:
-        if self._lost is not None:
-            raise ResourceError(str(self._lost), self._lost.hint)
+    def _together(self, task: object, work: Callable[[], T]) -> T:
+        self._check()
         try:
             content = encoded(task)
             for member in self.members:
                 member.link.send_bytes(content)
-            with torch.inference_mode():
+            with self._mode():
                 return work()
         except Exception as error:  # of any kind: the ranks are no longer in the same place
-            # `close` may have come from another thread.
-            self._lost = _reason(error, self.members) if self.close.alive else self._gone()
-            for member in self.members:
-                member.process.kill()
-            raise self._lost from error
+            raise self._lose(error) from error
+
+    def _mode(self) -> AbstractContextManager[object]:
+        """Inference mode on a CPU, as in `Engine`."""
+        return torch.inference_mode() if self.peers is None else nullcontext()
+
+    def _lose(self, error: Exception) -> LowbitError:
+        """Keep the error that has ended all ranks, and end them."""
+        # `close` may have come from another thread.
+        self._lost = _reason(error, self.members) if self.close.alive else self._gone()
+        for member in self.members:
+            member.process.kill()
+        return self._lost
 
 
-def load_shared(setup: Setup, shard: OpenedModel) -> tuple[Crew, SharedDecoder]:
+def load_shared(setup: Setup, shard: OpenedModel) -> "tuple[Crew, Decoder]":
     """The shard of the first rank as a decoder, and the others, which have loaded theirs.
 
     Raises:
@@ -159,15 +198,23 @@ def load_shared(setup: Setup, shard: OpenedModel) -> tuple[Crew, SharedDecoder]:
     """
     crew = start_crew(setup)
     try:
-        model = load_rank(
-            *(shard, crew.exchange, setup.dtype, setup.cache.context),
-            progress=lambda module: crew.look(),
-        )
+        decoder: Decoder
+
+        def progress(module: str) -> None:
+            crew.look()
+
+        if crew.peers is None:
+            sizes = setup.dtype, setup.cache.context
+            model = load_rank(shard, crew.exchange, *sizes, progress=progress)
+            decoder = SharedDecoder(model, crew)
+        else:
+            lengths = setup.cache.context, CHUNK
+            decoder = load_rank_on_gpu(shard, crew.peers, setup.dtype, *lengths, progress=progress)
         crew.wait()
     except BaseException:
         crew.kill()  # a rank that loads does not look at its socket
         raise
-    return crew, SharedDecoder(model, crew)
+    return crew, decoder
 
 
 def start_crew(setup: Setup) -> Crew:
@@ -187,15 +234,15 @@ def start_crew(setup: Setup) -> Crew:
             for rank in range(1, setup.share.ranks):
                 members.append(_start(replace(setup, share=Share(rank, setup.share.ranks))))
             wait_for(members, Arrived, START_S)
-            exchange = _met(setup, members)
+            exchange, peers = _met(setup, members)
         except BaseException:
             _end(members, patience_s=0.0)
             raise
-    return Crew(members, exchange, setup.threads)
+    return Crew(members, exchange, setup.threads, peers)
 
 
-def _met(setup: Setup, members: Sequence[Member]) -> Exchange:
-    """The first rank's way to the others, which meet it.
+def _met(setup: Setup, members: Sequence[Member]) -> "tuple[Exchange, Peers | None]":
+    """The first rank's way to the others, which meet it, and that of its GPU.
 
     It is made in a thread that nobody waits for: calls of torch's cannot be interrupted, and go on
     for minutes where a process or the folder is gone.
@@ -203,8 +250,12 @@ def _met(setup: Setup, members: Sequence[Member]) -> Exchange:
     Raises:
         ResourceError: a rank has ended or does not come, or the folder is gone.
     """
-    meeting: Future[Exchange] = Future()
-    work = partial(meet, setup.share, setup.store, MEET_S, EXCHANGE_S)
+    meeting: Future[tuple[Exchange, Peers | None]] = Future()
+
+    def work() -> "tuple[Exchange, Peers | None]":
+        exchange = meet(setup.share, setup.store, MEET_S, EXCHANGE_S)
+        return exchange, meet_gpus(setup, exchange)
+
     threading.Thread(target=_do, args=(work, meeting), name="lowbit-meet", daemon=True).start()
 
     def done() -> bool:
@@ -253,7 +304,7 @@ def _start(setup: Setup) -> Member:
         problem = f"no process of rank {setup.share.rank} could be started: {error}"
         raise ResourceError(problem, hint="end other processes, or run fewer") from error
     member = Member(setup.share.rank, process, Connection(ours.detach()))
-    with suppress(OSError):  # it has ended; `_expect` says how
+    with suppress(OSError):  # it has ended; `wait_for` says how
         member.link.send_bytes(encoded(setup))
     return member
 
@@ -284,6 +335,20 @@ def _work(jobs: "SimpleQueue[Job | None]", threads: int) -> None:
     while (job := jobs.get()) is not None:
         _do(*job)
         del job  # it holds the crew, which would never end
+
+
+def _close(
+    members: Sequence[Member],
+    jobs: "SimpleQueue[Job | None]",
+    owner: int,
+    watch: Watch | None,
+) -> None:
+    """End a crew, and the watch over it; see `_end`."""
+    if (
+        watch is not None and owner == os.getpid()
+    ):  # a fork has no such thread, but may have its lock
+        watch.closed.set()
+    _end(members, jobs, owner)
 
 
 def _do(work: Callable[[], Any], future: "Future[Any]") -> None:

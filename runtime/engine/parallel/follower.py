@@ -7,13 +7,20 @@ process, too (see `start`), since a fork of it may hold the other end for longer
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import torch
 
+from lowbit.formats.errors import ResourceError
 from lowbit.formats.layout.rtn import ScaleRule
+from lowbit.formats.machine.memory import free_bytes
 from lowbit.formats.machine.system import explained
 from lowbit.runtime.backends.exchange import Exchange, PartedError, meet
+from lowbit.runtime.engine.memory import gigabytes
+from lowbit.runtime.engine.parallel.gpus import meet_gpus
+from lowbit.runtime.engine.parallel.link import GpuLink
 from lowbit.runtime.engine.parallel.messages import (
     EXCHANGE_S,
     LOOK_S,
@@ -27,12 +34,18 @@ from lowbit.runtime.engine.parallel.messages import (
     decoded,
     encoded,
 )
-from lowbit.runtime.models.loader import open_model
-from lowbit.runtime.models.ranks import load_rank, unsaid
+from lowbit.runtime.engine.plan import CHUNK
+from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.models.loader import OpenedModel, open_model
+from lowbit.runtime.models.ranks import load_rank, load_rank_on_gpu, unsaid
 from lowbit.runtime.models.shards import shard_of
 from lowbit.runtime.models.shared_decoder import FollowedDecoder
 from lowbit.runtime.state.device_state import new_state
 from lowbit.runtime.state.snapshots import Snapshots
+
+if TYPE_CHECKING:
+    from lowbit.runtime.engine.parallel.followed import FollowedRunner
+    from lowbit.runtime.kernels.exchange import Peers
 
 
 def run(number: int) -> int:
@@ -65,12 +78,16 @@ def follow(link: Connection) -> None:
     torch.set_num_threads(setup.threads)
     link.send_bytes(encoded(Arrived()))
     exchange = meet(setup.share, setup.store, MEET_S, EXCHANGE_S)
+    peers = meet_gpus(setup, exchange)
     link.send_bytes(encoded(Met()))
-    decoder = loaded(setup, exchange, _reports(link))
+    if peers is None:
+        followed: FollowedDecoder | FollowedRunner = loaded(setup, exchange, _reports(link))
+    else:
+        followed = loaded_on_gpu(setup, peers, _reports(link))
     link.send_bytes(encoded(Ready()))
     with torch.inference_mode():
         while True:
-            decoder.run(decoded(link.recv_bytes()))
+            followed.run(decoded(link.recv_bytes()))
 
 
 def _reports(link: Connection) -> Callable[[str], None]:
@@ -96,14 +113,55 @@ def loaded(
     Raises:
         LowbitError: the folder cannot be read.
     """
-    options, cache = setup.options, setup.cache
-    rule: ScaleRule = "absmax" if options.method == "absmax" else "signed"
-    opened = open_model(setup.folder, options.quantize, options.group_size, rule)
-    shard = shard_of(opened, setup.share)
+    shard, cache = _shard(setup), setup.cache
     model = load_rank(shard, exchange, setup.dtype, cache.context, progress)
     sizes = cache.all_pages, cache.slots
     state = new_state(shard.config, *sizes, setup.dtype, "cpu", setup.cache_type)
     return FollowedDecoder(model, state, Snapshots(state.slots, cache.snapshots, staged=False))
+
+
+def loaded_on_gpu(
+    setup: Setup, peers: "Peers", progress: Callable[[str], None] = unsaid
+) -> "FollowedRunner":
+    """A rank's shard with the state of its sequences, on its GPU.
+
+    progress: is told of each module that has been read.
+
+    Raises:
+        LowbitError: the folder cannot be read, or the GPU has no room or no kernel for the shard.
+    """
+    from lowbit.runtime.engine.parallel.followed import FollowedRunner
+    from lowbit.runtime.kernels.exchange import exchange_first  # needs triton and a GPU
+
+    check_memory(setup, free_bytes("cuda"))
+    shard, cache = _shard(setup), setup.cache
+    model = load_rank_on_gpu(shard, peers, setup.dtype, cache.context, CHUNK, progress)
+    sizes = setup.vocabulary, cache, setup.dtype, "cuda", setup.cache_type
+    runner = new_runner(model, *sizes, CHUNK, shard.part_tokens("cuda"))
+    runner.link = GpuLink(partial(exchange_first, peers=peers))
+    torch.cuda.synchronize()
+    return FollowedRunner(runner)
+
+
+def check_memory(setup: Setup, free: int | None) -> None:
+    """Refuse a GPU with less free memory than the first one's share of the model takes.
+
+    Raises:
+        ResourceError: naming both.
+    """
+    if free is not None and free < setup.gpu_bytes:
+        raise ResourceError(
+            f"GPU {setup.devices[setup.share.rank]} has {gigabytes(free)} free, where "
+            f"{gigabytes(setup.gpu_bytes)} are needed on each",
+            hint="end what else runs there, or choose a shorter context or fewer sequences",
+        )
+
+
+def _shard(setup: Setup) -> OpenedModel:
+    options = setup.options
+    rule: ScaleRule = "absmax" if options.method == "absmax" else "signed"
+    opened = open_model(setup.folder, options.quantize, options.group_size, rule)
+    return shard_of(opened, setup.share)
 
 
 def _report(link: Connection, error: Exception) -> int:

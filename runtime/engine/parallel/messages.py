@@ -42,6 +42,9 @@ class Setup:
     cache: CacheSize
     cache_type: CacheType
     threads: int  # of the rank
+    devices: tuple[int, ...] = ()  # number of the GPU of each rank; empty on a CPU
+    vocabulary: int = 0  # real tokens, on GPUs
+    gpu_bytes: int = 0  # memory that each of these must have free
 
 
 @dataclass(frozen=True, slots=True)

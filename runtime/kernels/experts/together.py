@@ -303,18 +303,24 @@ def _load_own(
 
 
 def experts_together(
-    x: Tensor, norm: Tensor, eps: float, routes: Routes, experts: ExpertWeights[GpuLinear]
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    routes: Routes,
+    experts: ExpertWeights[GpuLinear],
+    residual: Tensor,
 ) -> Tensor:
-    """Add the weighted outputs of its experts for the normed token to every token.
+    """Add the weighted outputs of its experts for the normed token to every token's residual.
 
     Args:
         x: [M, h] bfloat16, contiguous.
         norm: [h] gain of the RMS norm.
         routes: of `experts_route`.
         experts: of `gathered`.
+        residual: [M, h].
 
     Returns:
-        [M, h] in x's dtype; a token has the bits of `experts_gate_up` and `experts_down`.
+        [M, h] in its dtype; a token has the bits of `experts_gate_up` and `experts_down`.
     """
     gate_up, down = stacked(experts.gate_up), stacked(experts.down)
     (M, h), inner, choice = x.shape, gate_up.N // 2, choice_of(experts)
@@ -359,7 +365,7 @@ def experts_together(
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )
-    return weighed(parts, routes.shares, x)
+    return weighed(parts, routes.shares, residual)
 
 
 def together_bytes(experts: ExpertWeights[GpuLinear]) -> int:

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from lowbit.formats.layout.packing import pack
 from lowbit.runtime.backends.cpu_linear import CpuLinear, Int8Rows, Planes, prepare
-from lowbit.runtime.backends.cpu_parallel import HeadRows, PartialLinear, RankOps, rank_form
+from lowbit.runtime.backends.cpu_parallel import RankOps, rank_form
 from lowbit.runtime.backends.exchange import Exchange
 from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
-from lowbit.runtime.weights.share import ALONE, Share
+from lowbit.runtime.weights.share import ALONE, HeadRows, PartialLinear, Share
 from tests.runtime.ranks_in_threads import on_each_rank
 
 N, K = 64, 256

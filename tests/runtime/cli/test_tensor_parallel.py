@@ -6,10 +6,11 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import lowbit.runtime as lowbit
-from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.errors import ResourceError
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine import load
 from tests.short_models import Shorten
@@ -53,11 +54,10 @@ def test_numbers_out_of_range_are_usage_errors(number: str) -> None:
     assert run(HYBRID, "Once", "--tensor-parallel", number).exit_code == 2
 
 
-def test_several_gpus_are_refused_by_name(
-    shorten: Shorten, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_few_gpus_are_named(shorten: Shorten, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "choose_device", lambda device: "cuda")
-    with pytest.raises(RequestError, match="`tensor_parallel` 2 on GPUs is not implemented yet"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ResourceError, match="2 processes need as many GPUs"):
         lowbit.load(shorten("tiny-qwen3"), tensor_parallel=2)
 
 

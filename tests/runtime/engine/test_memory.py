@@ -218,7 +218,7 @@ def test_account_counts_what_a_runner_allocates(
     if device == "cuda":
         monkeypatch.setattr(Runner, "on_gpu", True)
         runner.make_room_to_keep()
-        others += runner._kept
+        others += runner.kept.parts
     asked = replace(account(opened, device), cache_type=cache_type)
     assert sum(each.nbytes for each in paged) == asked.page_bytes(size.all_pages)
     assert sum(each.nbytes for each in others) == asked.row_bytes(size)

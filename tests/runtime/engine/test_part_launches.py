@@ -57,7 +57,7 @@ def launches_of(folder: Path, activations: Any, most: str) -> list[str]:
     opened = with_activations(open_model(folder, "int4"), activations)
     options = LoadOptions(max_sequences=int(most), context=600, activations=activations)
     runner = fake_gpu.meta_runner(opened, options, 4000)
-    runner.warm_up(WIDTHS[most], (256, 600))
+    fake_gpu.warm_up(runner, WIDTHS[most], (256, 600))
     return sorted(seen)
 
 

@@ -13,6 +13,7 @@ import re
 import types
 from collections.abc import Callable, Iterable
 from functools import cache
+from threading import Condition
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from tests.runtime.kernels.emulated_lanes import (
     threads,
     turned,
 )
+from tests.runtime.kernels.emulated_peers import PeerMemory, leaves_of_peers
 from tests.runtime.kernels.emulated_wgmma import leaves_of_wgmma
 
 TOGETHER = 256  # programs
@@ -86,8 +88,11 @@ class PointerTo:
 class Memory:
     """Tensors given to a kernel, and the shared memory of a program."""
 
-    def __init__(self, tensors: list[Tensor], frozen: bool = False):
-        self.tensors = [(x.data_ptr(), x.contiguous().flatten().view(torch.uint8)) for x in tensors]
+    def __init__(
+        self, tensors: list[Tensor], frozen: bool = False, pushed: Condition | None = None
+    ):
+        self.pushed = pushed  # told of every push to a peer
+        self.tensors = [(x.data_ptr(), memory_of(x)) for x in tensors]
         self.before = [(at, x.clone()) for at, x in self.tensors] if frozen else self.tensors
         self.shared = np.zeros((0, 0), np.uint8)  # [programs, bytes]
 
@@ -151,14 +156,38 @@ class Memory:
         values.view(INT)[at[inside][:, None] // 4 + np.arange(len(words))] = stacked
 
 
+def memory_of(x: Tensor) -> Tensor:
+    """Bytes of a tensor, those between its rows included."""
+    if x.is_contiguous() or not x.is_cpu:
+        return x.contiguous().flatten().view(torch.uint8)
+    whole = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+    first = x.data_ptr() - whole.data_ptr()
+    between = sum(stride * (n - 1) for stride, n in zip(x.stride(), x.shape, strict=True))
+    return whole[first : first + (1 + between) * x.itemsize]
+
+
 def run_kernel(
-    kernel: Any, grid: tuple[int, ...], *arguments: Any, frozen: bool = False, **named: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    frozen: bool = False,
+    peers: PeerMemory | None = None,
+    **named: Any,
 ) -> None:
     """Run a kernel in place of `device.run`, many programs together.
 
-    frozen: no program sees what the kernel has stored in global memory, as if all ran at once.
+    Args:
+        kernel: a function of `gluon.jit`.
+        grid: programs.
+        arguments: see `device.run`.
+        frozen: no program sees what the kernel has stored in global memory, as if all ran at once.
+        peers: memory of other ranks, whose kernels run in threads of their own.
+        named: see `device.run`.
     """
-    memory = Memory([x for x in arguments if isinstance(x, Tensor)], frozen)
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    if peers is not None:
+        tensors = [x for x in tensors if x.data_ptr() != peers.own] + peers.buffers
+    memory = Memory(tensors, frozen, None if peers is None else peers.pushed)
     given = [
         Pointer(memory, x.data_ptr(), x.dtype)
         if isinstance(x, Tensor)
@@ -449,4 +478,4 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "least": lambda x: over_warp(x, np.min),
         "bytes_of": bytes_of,
     }
-    return found | leaves_of_wgmma(memory, programs)
+    return found | leaves_of_wgmma(memory, programs) | leaves_of_peers(memory)

@@ -31,6 +31,7 @@ from tests.runtime.kernels.block_launches import (
     rounds_of_drafts,
 )
 from tests.runtime.kernels.choice_launches import CHOICE, choices_of_rows
+from tests.runtime.kernels.exchange_launches import EXCHANGE, exchanges
 from tests.runtime.kernels.expert_launches import EXPERTS_DECODE, EXPERTS_PREFILL, mixtures
 from tests.runtime.kernels.launch_sample import (
     ONE_IN,
@@ -65,8 +66,8 @@ DECODE = {
     "embed_packed",
     "rms_norm",
 }
-DECODE |= CHOICE | BLOCKS | ROUNDS | EXPERTS_DECODE | {"digits", "gemv_join", "norm_heads"}
-DECODE |= {"gemv_int8", "mma_int8", "quantize"}
+DECODE |= CHOICE | BLOCKS | ROUNDS | EXPERTS_DECODE | EXCHANGE
+DECODE |= {"digits", "gemv_join", "norm_heads", "gemv_int8", "mma_int8", "quantize"}
 HOPPER = {"wgmma", "gemm_int8"}
 PREFILL = {"widen", "swiglu", "rotate_append", "attend", "mix", "chunk", "scan", "gated_norm"}
 PREFILL |= EXPERTS_PREFILL
@@ -237,6 +238,7 @@ def workload(full: bool) -> Iterator[str]:
     yield from delta_nets(full)
     yield from mixtures(full)
     yield from choices_of_rows(full)
+    yield from exchanges(full)
     yield from others(full)
 
 
@@ -407,6 +409,7 @@ def source(launch: Launch) -> Any:
 def tokens_of(arguments: dict[str, Any]) -> int:
     """Tokens of a step that a launch is for; whole heads, and experts by number, are for many."""
     from lowbit.runtime.kernels.attention.prefill_hopper import PromptPlan
+    from lowbit.runtime.kernels.exchange import ExchangePlan
     from lowbit.runtime.kernels.experts.int8.grouped import GroupedPlan
     from lowbit.runtime.kernels.experts.int8.lone import LonePlan
     from lowbit.runtime.kernels.linear.gemm import GemmPlan  # binds what `recorded` replaces
@@ -423,6 +426,8 @@ def tokens_of(arguments: dict[str, Any]) -> int:
         return plan.TOKENS
     if isinstance(plan, PromptPlan):
         return 17
+    if isinstance(plan, ExchangePlan):
+        return 17  # its loops that wait take some bytes of the stack
     if isinstance(plan, LonePlan | GroupedPlan):
         return plan.B.TOKENS
     tokens: int = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from lowbit.formats.errors import RequestError
+from lowbit.formats.errors import LowbitError, RequestError, ResourceError
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.lab import expected, ranks
 from lowbit.runtime.lab.ranks import shared_demand
@@ -61,15 +61,18 @@ def test_a_number_that_does_not_divide_is_refused_with_those_that_do(folder: str
     assert found.value.hint == "numbers that fit: 2, 4"
 
 
+@pytest.mark.parametrize("kind", [RequestError, ResourceError])
 def test_a_device_that_does_not_run_it_says_so(
-    folder: str, monkeypatch: pytest.MonkeyPatch
+    folder: str, monkeypatch: pytest.MonkeyPatch, kind: type[LowbitError]
 ) -> None:
     def refuses(*_: object) -> None:
-        raise RequestError("is not implemented yet", hint="use another")
+        raise kind("is not implemented yet", hint="use another")
 
     monkeypatch.setattr(ranks, "check_device", refuses)
     monkeypatch.setattr(ranks, "free_bytes", lambda device: None)
-    assert shared_demand(folder, "cuda", 2).refused == "is not implemented yet; use another"
+    demand = shared_demand(folder, "cuda", 2)
+    assert demand.refused == "is not implemented yet; use another"
+    assert demand.tokens == SAME_TOKENS["cuda"]
 
 
 def test_doctor_shows_a_row_for_each_rank(run: Callable[..., Result], folder: str) -> None:
@@ -79,13 +82,13 @@ def test_doctor_shows_a_row_for_each_rank(run: Callable[..., Result], folder: st
     assert "shared by 2 processes" in words
     assert "rank weights cache states buffers memory" in words
     assert "numbers that divide heads, widths and groups: 2, 4" in words
-    assert SAME_TOKENS in words
+    assert SAME_TOKENS["cpu"] in words
 
 
 def test_doctor_has_the_same_as_json(run: Callable[..., Result], folder: str) -> None:
     shared = json.loads(run(folder, "--tensor-parallel", "2", "--json").stdout)["shared"]
     assert [each["rank"] for each in shared["ranks"]] == [0, 1]
-    assert (shared["fitting"], shared["tokens"]) == ([2, 4], SAME_TOKENS)
+    assert (shared["fitting"], shared["tokens"]) == ([2, 4], SAME_TOKENS["cpu"])
     assert json.loads(run(folder, "--json").stdout)["shared"] is None
 
 

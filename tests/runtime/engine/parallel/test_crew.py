@@ -14,6 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from socket import socketpair
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +109,23 @@ def test_a_killed_process_is_named_and_ends_all(member: Callable[..., Member]) -
     assert first.ending() == "signal SIGKILL"
     with pytest.raises(ResourceError, match=r"rank 2 \(process \d+\) ended"):
         crew.run(TASK, lambda: 5)
+
+
+def test_what_a_gpu_has_left_behind_a_lost_rank_does_not_count(
+    member: Callable[..., Member],
+) -> None:
+    peers: Any = SimpleNamespace(aborted=torch.zeros(1, dtype=torch.int32))
+    lost = member(WAITS)
+    crew = Crew([lost], NoExchange(), 1, peers)
+    with crew.waiting():
+        pass
+    lost.process.kill()
+    ended = r"rank 1 \(process \d+\) ended while .*: signal SIGKILL"
+    with pytest.raises(ResourceError, match=ended), crew.waiting():
+        peers.aborted.fill_(1)  # as the watch does
+    with pytest.raises(ResourceError, match=ended):
+        crew.run(TASK, lambda: 5)
+    crew.close()
 
 
 def test_a_process_that_fails_says_why(member: Callable[..., Member]) -> None:

@@ -9,12 +9,12 @@ from socket import socketpair
 import pytest
 import torch
 
-from lowbit.formats.errors import CheckpointError
+from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.formats.kv_cache import FP32_CACHE
 from lowbit.runtime.backends.exchange import GlooExchange, PartedError, meet
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.parallel import follower as followers
-from lowbit.runtime.engine.parallel.follower import follow
+from lowbit.runtime.engine.parallel.follower import check_memory, follow
 from lowbit.runtime.engine.parallel.messages import (
     Arrived,
     Met,
@@ -86,6 +86,15 @@ def met(rank: FirstRank, tmp_path: Path) -> GlooExchange:
 
 def error_of(ended: "Future[None]") -> BaseException | None:
     return ended.exception(WAIT_S)
+
+
+def test_a_gpu_without_room_is_named() -> None:
+    sizes = torch.float32, CACHE, FP32_CACHE, 1
+    setup = Setup(Path(), LoadOptions(), Share(1, 2), Path(), *sizes, (0, 3), gpu_bytes=10**10)
+    check_memory(setup, 10**10)
+    check_memory(setup, None)
+    with pytest.raises(ResourceError, match=r"GPU 3 has 5\.00 GB free, where 10\.00 GB are needed"):
+        check_memory(setup, 5 * 10**9)
 
 
 def test_a_step_of_both_ranks_gives_the_logits_of_one(

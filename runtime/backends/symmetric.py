@@ -1,0 +1,146 @@
+"""Symmetric memory of the GPUs that share a model: each rank has a buffer that all can write."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import _SymmetricMemory
+from torch.distributed import _symmetric_memory as symmetric
+
+from lowbit.formats.errors import ResourceError
+from lowbit.runtime.backends.exchange import Exchange, PartedError, keep_in_forks
+from lowbit.runtime.kernels.exchange import PROGRAMS, Peers, buffer_words
+from lowbit.runtime.weights.share import Share
+
+# Multicast of NVLink is not used, and can take GPUs out of service where it is set up.
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+SAME_DEVICE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # several ranks on one GPU, for tests
+LOOPBACK = "GLOO_SOCKET_IFNAME"  # where processes of one machine talk, whatever its name
+BACKEND = "cpu:gloo"
+
+
+def check_devices(devices: Sequence[int]) -> None:
+    """Refuse GPUs that are not there, or do not reach each other's memory.
+
+    devices: number of the GPU of each rank.
+
+    Raises:
+        ResourceError: naming them.
+    """
+    found = torch.cuda.device_count()
+    if (most := max(devices)) >= found:
+        raise ResourceError(
+            f"{len(devices)} processes need as many GPUs, up to number {most}; "
+            f"{found} {'is' if found == 1 else 'are'} visible",
+            hint="run fewer, or look at CUDA_VISIBLE_DEVICES",
+        )
+    kinds = {torch.cuda.get_device_capability(each) for each in set(devices)}
+    if len(kinds) > 1:
+        names = sorted({torch.cuda.get_device_name(each) for each in set(devices)})
+        raise ResourceError(
+            f"GPUs of different kinds do not share a model yet: {', '.join(names)}",
+            hint="choose some of one kind in the environment variable CUDA_VISIBLE_DEVICES",
+        )
+    for one in set(devices):
+        for other in set(devices) - {one}:
+            if not torch.cuda.can_device_access_peer(one, other):
+                raise ResourceError(
+                    f"GPU {one} does not reach the memory of GPU {other}, by which GPUs share a "
+                    "model",
+                    hint="choose others in the environment variable CUDA_VISIBLE_DEVICES, or serve "
+                    "the same folder with vLLM",
+                )
+
+
+def open_peers(exchange: Exchange, devices: Sequence[int], store: Path, meet_s: float) -> Peers:
+    """This rank's buffer, and the others' as its GPU sees them; all ranks call it together.
+
+    PyTorch exchanges the buffers among the processes of its default group, which is made for that
+    and given back.
+
+    Args:
+        exchange: by which ranks, which have met, wait for each other.
+        devices: number of the GPU of each rank; this one's is current.
+        store: path of a file that all ranks can write, in a folder of theirs.
+        meet_s: longest time that a rank waits for another.
+
+    Raises:
+        ResourceError: this process has a group of its own, or memory cannot be shared.
+        PartedError: another rank has not come.
+    """
+    if distributed.is_initialized():
+        raise ResourceError(
+            "this process has a process group of `torch.distributed`, beside which a model cannot "
+            "be shared among GPUs",
+            hint="load the model before the group is made, or in a process of its own",
+        )
+    share = exchange.share
+    device = torch.device("cuda", devices[share.rank])
+    settings = {NO_MULTICAST: "1", LOOPBACK: "lo"}
+    if len(set(devices)) < len(devices):
+        settings[SAME_DEVICE] = "1"
+    with _settings(settings):
+        try:
+            _join(share, store, meet_s)
+            # `symmetric.empty` takes from a pool, in which a tensor has no address of its own.
+            own = _SymmetricMemory.empty_strided_p2p(
+                (buffer_words(share.ranks),), (1,), torch.int64, device
+            )
+            own.zero_()
+            torch.cuda.synchronize(device)  # before another rank has the address
+            group: Any = distributed.group.WORLD
+            keep_in_forks(group)
+            handle: Any = symmetric.rendezvous(own, group)
+            pointers = list(handle.buffer_ptrs)
+            exchange.total(torch.zeros(1))  # nobody leaves the group before all are done with it
+        except distributed.DistStoreError as error:
+            raise PartedError("another rank has not come") from error
+        except RuntimeError as error:
+            raise ResourceError(
+                f"the memory of GPUs cannot be shared among processes: {_first_line(error)}",
+                hint="serve the same folder with vLLM",
+            ) from error
+        finally:
+            if distributed.is_initialized():
+                distributed.destroy_process_group()
+    return Peers(
+        share,
+        own=own,
+        addresses=torch.tensor(pointers, dtype=torch.int64, device=device),
+        counters=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
+        aborted=torch.zeros(1, dtype=torch.int32, pin_memory=True),
+        mapping=handle,
+    )
+
+
+def _join(share: Share, store: Path, meet_s: float) -> None:
+    file = distributed.FileStore(str(store), share.ranks)  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=meet_s)
+    file.set_timeout(timeout)
+    distributed.init_process_group(
+        BACKEND, store=file, rank=share.rank, world_size=share.ranks, timeout=timeout
+    )
+
+
+@contextmanager
+def _settings(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of PyTorch, and back."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", maxsplit=1)[0]

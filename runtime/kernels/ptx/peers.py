@@ -1,0 +1,56 @@
+"""Device functions for memory of other GPUs: words that are pushed there, and the wait for them.
+
+A word travels with its number in one store of 8 bytes, so that who sees the number has the word.
+Peers' memory is written, never read.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lowbit.runtime.kernels.ptx.mma import inline
+
+
+@gluon.jit
+def push_word(address, word, number, inside):
+    """Store a word and its number at an address of another GPU, in lanes that are inside."""
+    inline(
+        "{.reg .pred p; .reg .b64 both; setp.ne.s32 p, $4, 0; mov.b64 both, {$2, $3}; "
+        "@p st.relaxed.sys.global.b64 [$1], both; mov.b32 $0, 0;}",
+        "=r,l,r,r,r", (address, word, number, inside.to(gl.int32)),
+    )  # fmt: skip
+
+
+@gluon.jit
+def await_word(address, number, aborted, inside):
+    """The word that another GPU has pushed with a number to an address of this one.
+
+    Lanes that are not inside get 0, without a wait; so do all once `aborted` holds anything but 0.
+
+    aborted: address of a word in memory of the host, which is looked at now and then.
+    """
+    return inline(
+        """{
+        .reg .pred done, later;
+        .reg .b32 seen, tries, other;
+        .reg .b64 both;
+        mov.b32 $0, 0;
+        mov.b32 tries, 0;
+        setp.eq.s32 done, $4, 0;
+        @done bra DONE;
+        AGAIN:
+        ld.relaxed.sys.global.b64 both, [$1];
+        mov.b64 {$0, seen}, both;
+        setp.eq.s32 done, seen, $2;
+        @done bra DONE;
+        add.s32 tries, tries, 1;
+        and.b32 other, tries, 4095;
+        setp.ne.s32 later, other, 0;
+        @later bra AGAIN;
+        ld.relaxed.sys.global.b32 other, [$3];
+        setp.eq.s32 later, other, 0;
+        @later bra AGAIN;
+        mov.b32 $0, 0;
+        DONE:
+        }""",
+        "=&r,l,r,l,r", (address, number, aborted, inside.to(gl.int32)),
+    )  # fmt: skip

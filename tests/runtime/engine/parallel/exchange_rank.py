@@ -1,0 +1,96 @@
+"""A program: one rank of several that exchange words on GPUs, without a model.
+
+Arguments: rank, ranks, the GPU of each, comma-separated, and a folder that all can write. It prints
+the checks that failed, and the time of an exchange in a graph.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.backends.exchange import meet
+from lowbit.runtime.backends.symmetric import open_peers
+from lowbit.runtime.kernels.exchange import (
+    Peers,
+    exchange_columns,
+    exchange_first,
+    exchange_sum,
+    exchange_sum_ref,
+)
+from lowbit.runtime.weights.share import Share
+
+WAIT_S = 60.0
+REPLAYS = 20
+IN_GRAPH = 8
+SHAPES = ((1, 64), (1, 4096), (3, 2560), (64, 4096), (300, 2560))
+
+
+def partials(ranks: int, M: int, N: int, seed: int) -> list[Tensor]:
+    """The same numbers on every rank."""
+    made = torch.Generator().manual_seed(seed)
+    return [torch.randn(M, N, generator=made).cuda() for _ in range(ranks)]
+
+
+def failures(peers: Peers) -> list[str]:
+    """Names of what does not give the reference."""
+    share, wrong = peers.share, []
+    for seed, (M, N) in enumerate(SHAPES * 2):
+        parts = partials(share.ranks, M, N, seed)
+        added = partials(1, M, N, 1000 + seed)[0].bfloat16()
+        y = exchange_sum(parts[share.rank], added, peers, torch.bfloat16)
+        if not torch.equal(y, exchange_sum_ref(parts, added, torch.bfloat16)):
+            wrong.append(f"sum {M} x {N}")
+        widths = tuple(N - 5 * rank for rank in range(share.ranks))
+        cut = [part[:, :width].contiguous() for part, width in zip(parts, widths, strict=True)]
+        if not torch.equal(exchange_columns(cut[share.rank], widths, peers), torch.cat(cut, 1)):
+            wrong.append(f"columns {M} x {N}")
+        words = parts[share.rank].view(torch.int32).clone()
+        exchange_first(words[:, :50], peers)
+        expected = torch.cat([parts[0][:, :50], parts[share.rank][:, 50:]], 1)
+        if not torch.equal(words.view(torch.float32), expected):
+            wrong.append(f"first {M} x {N}")
+    return wrong
+
+
+def replayed(peers: Peers) -> tuple[list[str], float]:
+    """What a graph that is replayed gets wrong, and the time of one of its exchanges."""
+    parts = partials(peers.share.ranks, 1, 4096, 7)
+    own, added = parts[peers.share.rank].clone(), torch.zeros(1, 4096, device="cuda").bfloat16()
+    exchange_sum(own, added, peers, torch.bfloat16)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [exchange_sum(own, added, peers, torch.bfloat16) for _ in range(IN_GRAPH)]
+    wrong, started = [], 0.0
+    for turn in range(REPLAYS):
+        graph.replay()
+        expected = exchange_sum_ref([turn * part for part in parts], added, torch.bfloat16)
+        torch.cuda.synchronize()
+        if turn == 0:
+            started = time.perf_counter()
+        elif not all(torch.equal(each, expected) for each in found):
+            wrong.append(f"replay {turn}")
+        own.copy_((turn + 1) * parts[peers.share.rank])
+    seconds = time.perf_counter() - started
+    return wrong, 1e6 * seconds / (REPLAYS - 1) / IN_GRAPH
+
+
+def main() -> None:
+    """Meet, exchange and report."""
+    rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[4])
+    devices = tuple(map(int, sys.argv[3].split(",")))
+    torch.cuda.set_device(devices[rank])
+    exchange = meet(Share(rank, ranks), folder / "store", WAIT_S, WAIT_S)
+    peers = open_peers(exchange, devices, folder / "buffers", WAIT_S)
+    wrong = failures(peers)
+    later, each_us = replayed(peers)
+    exchange.total(torch.zeros(1))  # nobody ends before all are done
+    print(json.dumps({"wrong": wrong + later, "us": each_us}))
+
+
+if __name__ == "__main__":
+    main()

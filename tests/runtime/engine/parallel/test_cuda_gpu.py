@@ -1,0 +1,152 @@
+"""Two ranks, as processes on one GPU that takes their kernels in turn, answer as one does."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowbit.runtime as lowbit
+from lowbit.formats.errors import RequestError, ResourceError
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[4]
+MODELS = ROOT / "examples" / "models"
+GREEDY = lowbit.SamplingParams()
+IDS = torch.randint(4000, (400,), generator=torch.Generator().manual_seed(3)).tolist()
+PROMPTS = [IDS[:5], IDS[5:105], IDS[60:370], IDS[9:10]]
+COUNT = 24
+SIZES: dict[str, Any] = {"device": "cuda", "context": 512, "max_sequences": 4}
+PACKED: dict[str, Any] = {"quantize": "int4", "group_size": 64}
+TWO: dict[str, Any] = {"tensor_parallel": 2, "devices": (0, 0)}
+CLOSE = 0.03  # of the largest logit: what sums in another order may change in BF16
+ENDED = r"rank 1 \(process \d+\) ended while running steps: signal SIGKILL"
+NAMES = ("tiny-qwen3", "tiny-qwen3.5", "tiny-qwen3-moe", "tiny-qwen3.5-moe")
+
+
+@pytest.fixture(scope="module", params=[*NAMES, "tiny-qwen3 int8 cache", "tiny-qwen3 bf16"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[lowbit.Model, lowbit.Model]]:
+    """A model in one process, and in two."""
+    name, _, rest = request.param.partition(" ")
+    options = {**SIZES, **({} if rest == "bf16" else PACKED)}
+    options["kv_cache"] = "int8" if rest.startswith("int8") else "bf16"
+    one = lowbit.load(MODELS / name, speculate="off", **options)
+    with closing(one), closing(lowbit.load(MODELS / name, **options, **TWO)) as two:
+        yield one, two
+    assert two.crew is not None
+    assert all(member.process.poll() is not None for member in two.crew.members)
+
+
+def assert_same(one: lowbit.Model, prompt: list[int], a: list[int], b: list[int]) -> None:
+    """Answers are the same up to two tokens that are about as likely."""
+    if a == b:
+        return
+    at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+    logits = one.logits([*prompt, *a[:at]])[-1].float()
+    gap = float((logits[a[at]] - logits[b[at]]).abs())
+    assert gap <= 2 * CLOSE * float(logits.abs().max()), f"token {at}: {a[at]} and {b[at]}"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_exchanges_of_processes(tmp_path: Path, ranks: int) -> None:
+    program = "tests.runtime.engine.parallel.exchange_rank"
+    devices = ",".join("0" * ranks)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", program, str(rank), str(ranks), devices, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+        )
+        for rank in range(ranks)
+    ]
+    found = [each.communicate(timeout=240)[0] for each in processes]
+    assert [each.returncode for each in processes] == [0] * ranks
+    for each in map(json.loads, found):
+        print(f"an exchange takes {each['us']:.1f} us")
+        assert each["wrong"] == []
+
+
+def test_logits(pair: tuple[lowbit.Model, lowbit.Model]) -> None:
+    one, two = pair
+    for prompt in PROMPTS:
+        a, b = one.logits(prompt), two.logits(prompt)
+        assert a.shape == b.shape
+        assert float((a - b).abs().max()) <= CLOSE * float(a.abs().max())
+
+
+def test_requests_one_by_one_and_together(pair: tuple[lowbit.Model, lowbit.Model]) -> None:
+    one, two = pair
+    expected = [list(one.engine.generate(prompt, GREEDY, COUNT)) for prompt in PROMPTS]
+    two.engine.forget()
+    alone = []
+    for prompt in PROMPTS:
+        alone.append(list(two.engine.generate(prompt, GREEDY, COUNT)))
+        two.engine.forget()
+    for prompt, a, b in zip(PROMPTS, expected, alone, strict=True):
+        assert_same(one, prompt, a, b)
+    handles = [two.engine.generate(prompt, GREEDY, COUNT) for prompt in PROMPTS]
+    assert [list(handle) for handle in handles] == alone
+
+
+def test_a_prefix_that_is_reused_and_sampled_tokens(
+    pair: tuple[lowbit.Model, lowbit.Model],
+) -> None:
+    one, two = pair
+    answer = list(two.engine.generate(PROMPTS[2], GREEDY, COUNT))
+    prompt = [*PROMPTS[2], *answer, *PROMPTS[1][:30]]  # prefixes end where chunks and answers do
+    handle = two.engine.generate(prompt, GREEDY, COUNT)
+    reused = list(handle)
+    assert handle.reused > 0
+    assert_same(one, prompt, list(one.engine.generate(prompt, GREEDY, COUNT)), reused)
+    drawn = lowbit.SamplingParams(temperature=0.8, top_k=20, seed=5, repetition_penalty=1.2)
+    tokens = list(two.engine.generate(PROMPTS[0], drawn, COUNT))
+    assert list(two.engine.generate(PROMPTS[0], drawn, COUNT)) == tokens
+
+
+def test_log_probabilities_of_a_prompt(pair: tuple[lowbit.Model, lowbit.Model]) -> None:
+    one, two = pair
+    a, b = one.score(PROMPTS[1]), two.score(PROMPTS[1])
+    for x, y in zip(a[1:], b[1:], strict=True):
+        assert x is not None
+        assert y is not None
+        assert abs(x.chosen - y.chosen) < 0.5
+
+
+def test_drafts_change_no_token() -> None:
+    prompt = IDS[:6] * 10
+    answers = []
+    for speculate in ("off", "ngram"):
+        options = {**SIZES, **PACKED, **TWO, "speculate": speculate}
+        with closing(lowbit.load(MODELS / "tiny-qwen3.5", **options)) as model:
+            answers.append(list(model.engine.generate(prompt, GREEDY, 40)))
+    assert answers[1] == answers[0]
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_a_killed_process_ends_all(under_way: bool) -> None:
+    with closing(lowbit.load(MODELS / "tiny-qwen3", **SIZES, **PACKED, **TWO)) as model:
+        assert model.crew is not None
+        handle = model.engine.generate(PROMPTS[0], GREEDY, 200)
+        for _ in range(5 if under_way else 0):
+            next(handle)
+        model.crew.members[0].process.kill()
+        with pytest.raises(ResourceError, match=ENDED):
+            list(handle)
+        with pytest.raises(ResourceError, match=ENDED):
+            list(model.engine.generate(PROMPTS[0], GREEDY, 2))
+        assert model.crew.problem is not None
+
+
+def test_refusals() -> None:
+    with pytest.raises(ResourceError, match="2 processes need as many GPUs, up to number 63"):
+        lowbit.load(MODELS / "tiny-qwen3", **SIZES, tensor_parallel=2, devices=(0, 63))
+    with pytest.raises(RequestError, match="`activations` int8 does not work"):
+        lowbit.load(MODELS / "tiny-qwen3", **SIZES, **PACKED, **TWO, activations="int8")
+    with pytest.raises(RequestError, match="`speculate` mtp does not work"):
+        lowbit.load(MODELS / "tiny-qwen3.5", **SIZES, **PACKED, **TWO, speculate="mtp")

@@ -1,0 +1,61 @@
+"""Launches of the exchange between GPUs, and of partial sums that it adds, for `test_compile`."""
+
+from collections.abc import Iterator
+
+import torch
+
+from lowbit.runtime.weights.share import Share
+from tests.runtime.kernels.meta_inputs import tiled_experts, weight, zeros
+
+EXCHANGE = {"exchange_sum", "exchange_columns", "exchange_first"}
+
+
+def exchanges(full: bool) -> Iterator[str]:
+    """Sums, columns of logits and inputs of a step among two ranks, and where full among more."""
+    from lowbit.runtime.kernels.exchange import (
+        PROGRAMS,
+        Peers,
+        buffer_words,
+        exchange_columns,
+        exchange_first,
+        exchange_sum,
+    )
+
+    for ranks in (2, 3, 8) if full else (2,):
+        peers = Peers(
+            Share(ranks - 1, ranks),
+            own=torch.empty(buffer_words(ranks), dtype=torch.int64),
+            addresses=torch.empty(ranks, dtype=torch.int64),
+            counters=torch.empty(PROGRAMS, dtype=torch.int32),
+            aborted=torch.empty(1, dtype=torch.int32),
+        )
+        partial = torch.empty(3, 4096)
+        exchange_sum(partial, zeros(3, 4096), peers, torch.bfloat16)
+        exchange_sum(partial, None, peers, torch.bfloat16)
+        widths = (75968,) * (ranks - 1) + (75776,)
+        exchange_columns(torch.empty(1, widths[-1]), widths, peers)
+        exchange_first(torch.empty(7, 68, dtype=torch.int32)[:, :2], peers)
+        yield f"{ranks} ranks"
+    yield from _partial_sums(full)
+
+
+def _partial_sums(full: bool) -> Iterator[str]:
+    """Products in FP32 of half of a down projection, and of experts onto an FP32 residual."""
+    from lowbit.runtime.backends.cuda_experts import mixture
+    from lowbit.runtime.backends.cuda_parallel import partial_product
+    from lowbit.runtime.weights.linear import ExpertWeights
+
+    for tokens in (1, 16, 64, 300) if full else (1, 64):
+        partial_product(zeros(tokens, 6144), weight(4, 4096, 6144))
+        yield f"4096x6144 INT4 B{tokens} partial"
+    experts = ExpertWeights(
+        router=zeros(129, 2048),
+        gate_up=tiled_experts(4, 129, 2 * 256, 2048, paired=True),
+        down=tiled_experts(4, 129, 2048, 256),
+        chosen=8,
+        shared=True,
+    )
+    for tokens in (1, 4, 16, 1024) if full else (4,):
+        residual = torch.empty(tokens, 2048)
+        mixture(zeros(tokens, 2048), zeros(2048), 1e-6, experts, residual)
+        yield f"128 of 256 INT4 B{tokens} partial"

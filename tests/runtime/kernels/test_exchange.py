@@ -1,0 +1,142 @@
+"""Words that ranks push to each other, in threads of one process: sums, columns, first words."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Condition, local
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.runtime.kernels import exchange
+from lowbit.runtime.kernels.exchange import (
+    BLOCK,
+    Peers,
+    buffer_words,
+    exchange_columns,
+    exchange_first,
+    exchange_sum,
+    exchange_sum_ref,
+)
+from lowbit.runtime.weights.share import Share
+from tests.runtime.kernels.emulated_peers import PeerMemory
+from tests.runtime.kernels.emulator import run_kernel
+
+T = TypeVar("T")
+PROGRAMS = 2
+LONG = (2 * PROGRAMS + 1) * BLOCK + 77  # three turns of a program, and two of the other
+here = local()  # the memory that this thread's rank sees
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Programs take several blocks in turn."""
+
+    def run(*arguments: Any, **named: Any) -> None:
+        run_kernel(*arguments, peers=here.memory, **named)
+
+    monkeypatch.setattr(exchange, "run", run)
+    monkeypatch.setattr(exchange, "PROGRAMS", PROGRAMS)
+    exchange._plan.cache_clear()
+    yield
+    exchange._plan.cache_clear()
+
+
+def on_ranks(ranks: int, work: Callable[[Peers], T]) -> list[T]:
+    """Results of some work that every rank does, in a thread each."""
+    buffers = [torch.zeros(buffer_words(ranks), dtype=torch.int64) for _ in range(ranks)]
+    addresses = torch.tensor([each.data_ptr() for each in buffers])
+    pushed = Condition()
+
+    def run(rank: int) -> T:
+        here.memory = PeerMemory(buffers, buffers[rank].data_ptr(), pushed)
+        counters = torch.zeros(PROGRAMS, dtype=torch.int32)
+        aborted = torch.zeros(1, dtype=torch.int32)
+        return work(Peers(Share(rank, ranks), buffers[rank], addresses, counters, aborted))
+
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(run, range(ranks)))
+
+
+def partials(ranks: int, M: int, N: int) -> list[Tensor]:
+    made = torch.Generator().manual_seed(M * N)
+    return [torch.randn(M, N, generator=made) for _ in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sums_one_after_the_other(ranks: int) -> None:
+    """Each program numbers its blocks on, whatever the sizes of the launches."""
+    shapes = [(1, 64), (1, LONG), (3, 100), (1, 64), (1, BLOCK), (1, LONG), (2, 5)]
+
+    def work(peers: Peers) -> list[bool]:
+        same = []
+        for M, N in shapes:
+            parts, added = partials(ranks, M, N), partials(1, N, M)[0].view(M, N)
+            y = exchange_sum(parts[peers.share.rank], added, peers, torch.float32)
+            same.append(torch.equal(y, exchange_sum_ref(parts, added, torch.float32)))
+        assert peers.counters.tolist() == [11, 6]
+        return same
+
+    assert on_ranks(ranks, work) == [[True] * len(shapes)] * ranks
+
+
+def test_neighbors_are_added_first() -> None:
+    """The order is that of the parts of a lone GPU's sum, which shows in FP32."""
+    parts = [torch.full((1, 4), x) for x in (1.0, 2.0**-24, 2.0**-24, 2.0**-24)]
+    found = on_ranks(
+        4, lambda peers: exchange_sum(parts[peers.share.rank], None, peers, torch.float32)
+    )
+    assert all(torch.equal(each, torch.full((1, 4), 1 + 2.0**-23)) for each in found)
+
+
+def test_a_residual_is_added_before_the_one_rounding(to_bf16: Callable[[Tensor], Tensor]) -> None:
+    parts, added = partials(2, 3, 300), partials(1, 300, 3)[0].view(3, 300).bfloat16()
+    expected = exchange_sum_ref(parts, added, torch.float32).bfloat16()
+    for y in on_ranks(
+        2, lambda peers: exchange_sum(parts[peers.share.rank], added, peers, torch.bfloat16)
+    ):
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("widths", [(64, 64), (128, 100), (64, 0), (700, 1000, 300)])
+def test_columns_of_other_widths(widths: tuple[int, ...]) -> None:
+    M, ranks = 3, len(widths)
+    parts = [
+        part[:, :N].contiguous() for part, N in zip(partials(ranks, M, 1000), widths, strict=True)
+    ]
+    found = on_ranks(ranks, lambda peers: exchange_columns(parts[peers.share.rank], widths, peers))
+    assert all(torch.equal(each, torch.cat(parts, 1)) for each in found)
+
+
+def test_first_words_of_rows_that_lie_apart() -> None:
+    given = [torch.arange(7 * 20, dtype=torch.int32).view(7, 20) * (rank + 1) for rank in range(3)]
+    expected = [torch.cat([given[0][:, :9], each[:, 9:]], 1) for each in given]
+    on_ranks(3, lambda peers: exchange_first(given[peers.share.rank][:, :9], peers))
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+def test_all_kinds_take_turns() -> None:
+    def work(peers: Peers) -> bool:
+        rank, same = peers.share.rank, True
+        for turn in range(3):
+            parts = [part + turn for part in partials(2, 1, LONG)]
+            y = exchange_sum(parts[rank], None, peers, torch.float32)
+            same &= torch.equal(y, exchange_sum_ref(parts, None, torch.float32))
+            words = parts[rank].view(torch.int32).clone()
+            exchange_first(words, peers)
+            same &= torch.equal(words, parts[0].view(torch.int32))
+            same &= torch.equal(exchange_columns(y, (LONG, LONG), peers), torch.cat([y, y], 1))
+        return same
+
+    assert on_ranks(2, work) == [True, True]
+
+
+def test_nobody_waits_once_it_is_aborted() -> None:
+    def work(peers: Peers) -> Tensor | None:
+        if peers.share.rank == 1:
+            return None  # it never comes
+        peers.aborted.fill_(1)
+        return exchange_sum(torch.ones(1, 64), None, peers, torch.float32)
+
+    assert on_ranks(2, work)[0] is not None
