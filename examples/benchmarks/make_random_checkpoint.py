@@ -4,11 +4,14 @@ python examples/benchmarks/make_random_checkpoint.py 1.7B random-1.7b
 lowbit-convert random-1.7b random-1.7b-int4
 lowbit-run bench random-1.7b-int4
 
+With `--packed int4` it is a packed one of random codes and scales, which takes seconds.
+
 Sizes: Qwen3 as `1.7B`, Qwen3.5 as `3.5-2B` (text decoder alone: no MTP head, no vision tower),
 mixtures of experts as `30B-A3B` and `3.5-35B-A3B`; `--layers 4` writes the first layers alone.
 """
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,11 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lowbit.formats.architectures import is_tied, tensor_table
+from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.layout.packing import PACKED, SHAPE, packed_shapes
+from lowbit.formats.layout.quantization_config import write_quantization_config
+from lowbit.formats.layout.recipes import BITS_BY_ROLE, Base, base_schemes
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.shards import index_json, lay_out
 
 # hidden_size, intermediate_size, layers, query heads, key/value heads, head tied to the embedding
@@ -135,46 +143,82 @@ def tokenizer(tokens: int) -> Tokenizer:
     return made
 
 
+Entry = tuple[str, torch.dtype, tuple[int, ...]]
+
+
 @click.command()
 @click.argument("size", type=click.Choice([*SIZES, *HYBRID_SIZES]))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--seed", default=0, show_default=True)
 @click.option("--layers", type=click.IntRange(1), help="Layers, where fewer than the real ones.")
-def main(size: str, out: Path, seed: int, layers: int | None) -> None:
+@click.option("--packed", type=click.Choice(list(BITS_BY_ROLE)), help="Codes of a recipe.")
+def main(size: str, out: Path, seed: int, layers: int | None, packed: Base | None) -> None:
     """Write a random checkpoint of SIZE to the folder OUT."""
     config = config_of(size) | ({} if layers is None else {"num_hidden_layers": layers})
-    written = write(config, out, seed)
+    written = write(config, out, seed, packed)
     click.echo(f"{out}: {written / 1e9:.2f} GB")
 
 
-def write(config: dict[str, Any], out: Path, seed: int = 0) -> int:
-    """Write a random checkpoint of a config to a new folder; bytes of its shards."""
+def write(config: dict[str, Any], out: Path, seed: int = 0, packed: Base | None = None) -> int:
+    """Write a random checkpoint of a config to a new folder; bytes of its shards.
+
+    Args:
+        config: content of its config.json.
+        out: the folder.
+        seed: of its numbers.
+        packed: recipe whose codes and scales it has; None for BF16.
+    """
     generator = torch.Generator().manual_seed(seed)
-    pool = (torch.randn(POOL, generator=generator) * 0.02).to(torch.bfloat16)
-    tensors = [
-        (spec.name, torch.bfloat16, spec.shape)
-        for spec in tensor_table(config)
-        if not (is_tied(config) and spec.role == "head")
-    ]
+    pool = (torch.randn(POOL, generator=generator) * 0.02).to(torch.bfloat16).view(torch.uint8)
+    words = torch.randint(256, (2 * POOL,), generator=generator, dtype=torch.uint8)
+    table = tensor_table(config)
+    specs = [spec for spec in table if not (is_tied(config) and spec.role == "head")]
+    schemes: Mapping[str, Scheme | None] = {}
+    if packed is not None:
+        schemes = base_schemes(packed, specs)
+        config = config | {"quantization_config": write_quantization_config(schemes)}
+    shapes = {f"{spec.module}.{SHAPE}": spec.shape for spec in specs}
     out.mkdir(parents=True)
-    shards = lay_out(tensors, 4_000_000_000)
+    shards = lay_out([each for spec in specs for each in entries(spec, schemes)], 4_000_000_000)
     for shard in shards:
         with (out / shard.file).open("wb") as file:
             file.write(shard.header)
             for number, info in enumerate(shard.tensors):
-                left = info.nbytes // 2
-                start = number * 7919 % POOL
-                while left:
-                    part = pool[start : start + left]
-                    file.write(part.view(torch.uint8).numpy().data)
-                    left -= len(part)
-                    start = 0
+                if info.name.endswith(SHAPE):
+                    file.write(torch.tensor(shapes[info.name]).view(torch.uint8).numpy().data)
+                    continue
+                numbers = words if info.name.endswith(PACKED) else pool
+                for part in stretches(numbers, number * 7919 * 2, info.nbytes):
+                    file.write(part.numpy().data)
     (out / "config.json").write_text(json.dumps(config, indent=2))
     tokens = 248044 if config["model_type"].startswith("qwen3_5") else 151643
     tokenizer(tokens).save(str(out / "tokenizer.json"))
     if len(shards) > 1:
         (out / "model.safetensors.index.json").write_text(json.dumps(index_json(shards)))
     return sum(shard.size for shard in shards)
+
+
+def entries(spec: TensorSpec, schemes: Mapping[str, Scheme | None]) -> list[Entry]:
+    """A tensor as it is stored: itself, or its codes, scales and shape."""
+    scheme = schemes.get(spec.module)
+    if scheme is None:
+        return [(spec.name, torch.bfloat16, spec.shape)]
+    dtypes = {PACKED: torch.int32, SHAPE: torch.int64}
+    N, K = spec.shape
+    return [
+        (f"{spec.module}.{suffix}", dtypes.get(suffix, torch.bfloat16), shape)
+        for suffix, shape in packed_shapes(N, K, scheme, spec.module).items()
+    ]
+
+
+def stretches(numbers: torch.Tensor, start: int, size: int) -> Iterator[torch.Tensor]:
+    """So many bytes of a pool that is repeated, from a place in it on."""
+    start %= len(numbers)
+    while size:
+        part = numbers[start : start + size]
+        yield part
+        size -= len(part)
+        start = 0
 
 
 if __name__ == "__main__":

@@ -57,15 +57,12 @@ DECODE = {
     "gemv_one",
     "gemv_several",
     "dense_gemv",
-    "attention_whole",
-    "attention_whole_splits",
-    "attention_split",
-    "attention_join",
     "recurrence",
     "embed",
     "embed_packed",
     "rms_norm",
 }
+DECODE |= {"attention_whole", "attention_whole_splits", "attention_split", "attention_join"}
 DECODE |= CHOICE | BLOCKS | ROUNDS | EXPERTS_DECODE | EXCHANGE
 DECODE |= {"digits", "gemv_join", "norm_heads", "gemv_int8", "mma_int8", "quantize"}
 HOPPER = {"wgmma", "gemm_int8"}
@@ -424,10 +421,8 @@ def tokens_of(arguments: dict[str, Any]) -> int:
         return 17 if many else plan.tokens_per_sequence
     if isinstance(plan, GemmPlan):
         return plan.TOKENS
-    if isinstance(plan, PromptPlan):
-        return 17
-    if isinstance(plan, ExchangePlan):
-        return 17  # its loops that wait take some bytes of the stack
+    if isinstance(plan, PromptPlan | ExchangePlan):
+        return 17  # loops of exchanges that wait take some bytes of the stack
     if isinstance(plan, LonePlan | GroupedPlan):
         return plan.B.TOKENS
     tokens: int = (
