@@ -17,11 +17,13 @@ from lowbit.runtime.backends import cuda
 from lowbit.runtime.backends.cuda_experts import mixture
 from lowbit.runtime.kernels.delta.decode import delta_decode, delta_decode_parts
 from lowbit.runtime.kernels.delta.prefill import delta_prefill
-from lowbit.runtime.kernels.exchange import Peers, exchange_columns, exchange_sum
+from lowbit.runtime.kernels.exchange import exchange_columns, exchange_sum, sum_pushed
 from lowbit.runtime.kernels.launch.choose import choose as choose_product
 from lowbit.runtime.kernels.launch.delta import norms_later
 from lowbit.runtime.kernels.launch.device import card_of
+from lowbit.runtime.kernels.linear.gemv import gemv_pushed, pushes
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear
+from lowbit.runtime.kernels.ptx.peers import Peers
 from lowbit.runtime.state.delta import LayerStates
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.layers import DeltaLayer
@@ -94,7 +96,7 @@ class RankOps:
     ) -> Tensor:
         """`added + rms_norm(x) @ w.T` of all ranks' parts; see `Ops.product`."""
         if isinstance(w, PartialLinear):
-            return exchange_sum(partial_product(x, w.form), added, self.peers, x.dtype)
+            return self._sum(x, w.form, added)
         form = w.form if isinstance(w, HeadRows) else w
         y = cuda.product(x, form, norm=norm, eps=eps, added=added, swiglu=swiglu, logits=logits)
         return exchange_columns(y, w.widths, self.peers) if isinstance(w, HeadRows) else y
@@ -135,11 +137,26 @@ class RankOps:
         form, inputs = w.form, (qkvz, ba, layer, states, step)
         if isinstance(form, TiledLinear) and norms_later(len(qkvz), step.prompt, form.activations):
             parts, squares = delta_decode_parts(*inputs)
-            partial = partial_product(parts, form, squares, layer.eps)
-        else:
-            advance = delta_prefill if step.prompt else delta_decode
-            partial = partial_product(advance(*inputs), form)
-        return exchange_sum(partial, residual, self.peers, residual.dtype)
+            return self._sum(parts, form, residual, squares, layer.eps)
+        advance = delta_prefill if step.prompt else delta_decode
+        return self._sum(advance(*inputs), form, residual)
+
+    def _sum(
+        self,
+        x: Tensor,
+        w: GpuLinear,
+        added: Tensor | None,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """`added + x @ w.T`, the sum of all ranks' parts; squares: see `partial_product`."""
+        dtype = x.dtype
+        if added is None or not isinstance(w, TiledLinear) or not pushes(w, len(x), card_of(x)):
+            return exchange_sum(partial_product(x, w, squares, eps), added, self.peers, dtype)
+        y = added.new_empty((1, w.N), dtype=dtype)
+        gemv_pushed(x, w, self.peers, squares, eps)
+        sum_pushed(y, added, self.peers)
+        return y
 
 
 def by_rows(w: RankLinear) -> GpuLinear:

@@ -14,7 +14,8 @@ from torch.distributed import _symmetric_memory as symmetric
 
 from lowbit.formats.errors import ResourceError
 from lowbit.runtime.backends.exchange import Exchange, PartedError, keep_in_forks
-from lowbit.runtime.kernels.exchange import PROGRAMS, Peers, buffer_words
+from lowbit.runtime.kernels.exchange import PROGRAMS, PUSHED_PROGRAMS, buffer_words
+from lowbit.runtime.kernels.ptx.peers import Peers
 from lowbit.runtime.weights.share import Share
 
 # Multicast of NVLink is not used, and can take GPUs out of service where it is set up.
@@ -113,6 +114,7 @@ def open_peers(exchange: Exchange, devices: Sequence[int], store: Path, meet_s: 
         own=own,
         addresses=torch.tensor(pointers, dtype=torch.int64, device=device),
         counters=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
+        numbers=torch.zeros(PUSHED_PROGRAMS, dtype=torch.int32, device=device),
         aborted=torch.zeros(1, dtype=torch.int32, pin_memory=True),
         mapping=handle,
     )

@@ -3,8 +3,10 @@
     exchange_sum:      y = added + partial of rank 0 + ... + partial of the last     (FP32 sums)
     exchange_columns:  y = [part of rank 0 | ... | part of the last]
     exchange_first:    every rank gets the words of rank 0
+    sum_pushed:        exchange_sum of one token, whose product pushes its partial sums itself
 
-Layout  buffer of each GPU [2, ranks, PROGRAMS, BLOCK] of 8 bytes: a word, and its number
+Layout  buffer of each GPU [2, ranks, MOST_PUSHED] of 8 bytes, a word and its number, for products
+        that push; behind it [2, ranks, PROGRAMS, BLOCK] of them for all other launches
 Bytes   8 * words to each peer over the link between GPUs
 Plan    a program pushes a block of its rank's words to all peers, each word with a number, and
         waits for theirs in its own memory: nobody reads a peer's. A word with its number is one
@@ -13,6 +15,10 @@ Plan    a program pushes a block of its rank's words to all peers, each word wit
         so a recorded launch can be replayed. Blocks take the two halves of the buffer in turn. A
         half can be written again: who does so has got the words of the block in between, so all
         have read those before. All ranks make the same launches in the same order
+Pushed  a product that pushes reads its number behind its wait, and lets the exchange start only
+        then: so the one before has counted itself. The exchange waits for words of all ranks, its
+        own too, and for the end of the product only before its own end: it neither waits for the
+        last program of the product, nor reads its result
 Sums    neighbors are added, then pairs of them, on every rank; then what is added, in FP32, before
         the one rounding. So all ranks have the same bits
 """
@@ -30,31 +36,26 @@ from lowbit.runtime.kernels.launch.device import programmatic_launch, run
 from lowbit.runtime.kernels.linear.sums import tree_sum
 from lowbit.runtime.kernels.ptx.memory import barrier
 from lowbit.runtime.kernels.ptx.mma import as_float, as_word, threads
-from lowbit.runtime.kernels.ptx.peers import await_word, push_word
+from lowbit.runtime.kernels.ptx.peers import (
+    MOST_PUSHED,
+    PACKET,
+    PACKET_BYTES,
+    Peers,
+    await_word,
+    push_word,
+)
 from lowbit.runtime.weights.share import Share
 
 WARPS = 4  # of a program
 EACH = 4  # words of a lane in a block
 BLOCK = WARPS * 32 * EACH  # words
 PROGRAMS = 256  # at most
-PACKET = gl.constexpr(8)  # bytes of a word and its number
-
-
-@dataclass(frozen=True, slots=True)
-class Peers:
-    """Memory by which the GPUs of a model exchange words."""
-
-    share: Share  # this rank
-    own: Tensor  # int64 of `buffer_words`, this rank's buffer, zeros at first
-    addresses: Tensor  # [ranks] int64 on the device, of all buffers as this GPU sees them
-    counters: Tensor  # [PROGRAMS] int32 on the device, blocks of each program so far
-    aborted: Tensor  # [1] int32, page-locked memory of the host: not 0 once nobody waits any more
-    mapping: object = None  # keeps the other ranks' buffers mapped
+PUSHED_PROGRAMS = MOST_PUSHED // (WARPS * 32)
 
 
 def buffer_words(ranks: int) -> int:
     """Length of `Peers.own`."""
-    return 2 * ranks * PROGRAMS * BLOCK
+    return 2 * ranks * (PROGRAMS * BLOCK + MOST_PUSHED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,13 +71,16 @@ class ExchangePlan:
     BLOCK: int
     PROGRAMS: int
     PDL: bool  # whether the kernel takes part in programmatic launch
+    BEHIND: int  # bytes of a buffer for products that push, before the others
+    MOST_PUSHED: int
 
 
 @cache
 def _plan(share: Share, pdl: bool, widths: tuple[int, ...] = ()) -> ExchangePlan:
     starts = tuple(sum(widths[:rank]) for rank in range(len(widths)))
     constants = WARPS, EACH, BLOCK, PROGRAMS
-    return ExchangePlan(share.rank, share.ranks, starts, widths, *constants, pdl)
+    pushed = 2 * share.ranks * MOST_PUSHED * PACKET_BYTES, MOST_PUSHED
+    return ExchangePlan(share.rank, share.ranks, starts, widths, *constants, pdl, *pushed)
 
 
 @gluon.jit
@@ -84,8 +88,8 @@ def _begin(counters_ptr, count, PLAN: gl.constexpr):
     """A lane's place in a block, blocks of this program, and those before this launch."""
     warp, lane, zero, _ = threads(PLAN.WARPS)
     if PLAN.PDL:
+        gdc_launch_dependents()  # the next kernel loads its weights meanwhile
         gdc_wait()
-        gdc_launch_dependents()
     blocks = gl.cdiv(count, PLAN.BLOCK)
     own = gl.cdiv(blocks - gl.program_id(0), gl.num_programs(0))
     return warp * 32 + lane, own, gl.load(counters_ptr + (gl.program_id(0) + zero))
@@ -103,7 +107,7 @@ def _slot(number, place, RANK: gl.constexpr, PLAN: gl.constexpr):
     """Offset in bytes of a rank's word in a buffer."""
     half = (number & 1) * PLAN.RANKS + RANK
     block = half * PLAN.PROGRAMS + gl.program_id(0)
-    return (block * PLAN.BLOCK + place).to(gl.int64) * PACKET
+    return PLAN.BEHIND + (block * PLAN.BLOCK + place).to(gl.int64) * PACKET
 
 
 @gluon.jit
@@ -163,6 +167,33 @@ def _exchange_sum_kernel(
                 y += gl.load(added_ptr + (first + here), mask=inside, other=0.0).to(gl.float32)
             gl.store(y_ptr + (first + here), y.to(y_ptr.dtype.element_ty), mask=inside)
     _end(counters_ptr, place, before + blocks)
+
+
+@gluon.jit(do_not_specialize=["count"])
+def _sum_pushed_kernel(
+    added_ptr, y_ptr, own_ptr, numbers_ptr, aborted_ptr, count, PLAN: gl.constexpr
+):  # fmt: skip
+    """A program has a word for each thread."""
+    RANKS: gl.constexpr = PLAN.RANKS
+    warp, lane, zero, _ = threads(PLAN.WARPS)
+    if PLAN.PDL:
+        gdc_launch_dependents()
+    thread = warp * 32 + lane
+    number = gl.load(numbers_ptr + (gl.program_id(0) + zero)) + 1
+    place = gl.program_id(0) * (PLAN.WARPS * 32) + thread
+    inside = place < count
+    added = gl.load(added_ptr + place, mask=inside, other=0.0).to(gl.float32)
+    own = own_ptr.to(gl.int64, bitcast=True)
+    aborted = aborted_ptr.to(gl.int64, bitcast=True) + thread.to(gl.int64) * 0
+    parts = ()
+    for rank in gl.static_range(RANKS):
+        at = (((number & 1) * RANKS + rank) * PLAN.MOST_PUSHED + place).to(gl.int64) * PACKET
+        parts = parts + ((await_word(own + at, number, aborted, inside),),)
+    y = tree_sum(parts, 1)[0] + added
+    gl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
+    _end(numbers_ptr, thread, number)
+    if PLAN.PDL:
+        gdc_wait()
 
 
 @gluon.jit(do_not_specialize=["count", "width", "N"])
@@ -251,6 +282,31 @@ def exchange_sum(partial: Tensor, added: Tensor | None, peers: Peers, dtype: tor
     plan = _plan(peers.share, programmatic_launch(partial))
     _launch(_exchange_sum_kernel, (partial, added, y), peers, (partial.numel(),), plan)
     return y
+
+
+def sum_pushed(y: Tensor, added: Tensor, peers: Peers) -> None:
+    """`exchange_sum` of one token whose partial sums the launch before has pushed.
+
+    Args:
+        y: [1, N], the result. Made before that launch: the memory of its own sums must not be y's.
+        added: [1, N], contiguous; the same on every rank.
+        peers: memory of all ranks.
+    """
+    plan = _plan(peers.share, programmatic_launch(y))
+    run(
+        _sum_pushed_kernel,
+        (-(-y.numel() // (WARPS * 32)),),
+        added,
+        y,
+        peers.own,
+        peers.numbers,
+        peers.aborted,
+        y.numel(),
+        PLAN=plan,
+        num_warps=WARPS,
+        launch_pdl=plan.PDL,
+        enable_fp_fusion=True,
+    )
 
 
 def exchange_columns(part: Tensor, widths: tuple[int, ...], peers: Peers) -> Tensor:

@@ -18,7 +18,7 @@ from lowbit.runtime.weights.weights import Weights
 
 if TYPE_CHECKING:
     from lowbit.runtime.backends.cuda_parallel import RankLinear as GpuRankLinear
-    from lowbit.runtime.kernels.exchange import Peers
+    from lowbit.runtime.kernels.ptx.peers import Peers
 
 
 def unsaid(module: str) -> None:

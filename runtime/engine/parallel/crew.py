@@ -59,7 +59,7 @@ from lowbit.runtime.models.shared_decoder import SharedDecoder
 from lowbit.runtime.weights.share import Share
 
 if TYPE_CHECKING:
-    from lowbit.runtime.kernels.exchange import Peers
+    from lowbit.runtime.kernels.ptx.peers import Peers
     from lowbit.runtime.models.loader import Decoder
 
 T = TypeVar("T")

@@ -45,7 +45,7 @@ from lowbit.runtime.state.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.parallel.followed import FollowedRunner
-    from lowbit.runtime.kernels.exchange import Peers
+    from lowbit.runtime.kernels.ptx.peers import Peers
 
 
 def run(number: int) -> int:

@@ -13,7 +13,7 @@ from lowbit.runtime.backends.exchange import Exchange
 from lowbit.runtime.engine.parallel.messages import EXCHANGE_S, LOOK_S, MEET_S, Setup
 
 if TYPE_CHECKING:
-    from lowbit.runtime.kernels.exchange import Peers
+    from lowbit.runtime.kernels.ptx.peers import Peers
 
 
 def meet_gpus(setup: Setup, exchange: Exchange) -> "Peers | None":

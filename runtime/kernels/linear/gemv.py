@@ -14,13 +14,14 @@ Plan    a program takes tiles over the whole of K, or several share them; the wa
         and a token is summed in the order of k: so its result has the same bits in any company
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowbit.runtime.kernels.launch.card import Card
 from lowbit.runtime.kernels.launch.choose import Variant, choose
 from lowbit.runtime.kernels.launch.device import card_of, run
 from lowbit.runtime.kernels.launch.linear import (
@@ -42,7 +43,9 @@ from lowbit.runtime.kernels.linear.program import (
 )
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized
 from lowbit.runtime.kernels.linear.wgmma import WgmmaPlan, wgmma, wgmma_plan
+from lowbit.runtime.kernels.ptx.peers import MOST_PUSHED, Peers
 from lowbit.runtime.thresholds import INT8_GEMV_TOKENS, PACKED_TOKENS
+from lowbit.runtime.weights.share import Share
 
 JOIN_WARPS = 4  # of a program that joins the sums of others
 
@@ -111,6 +114,29 @@ def gemv(
     return y
 
 
+def gemv_pushed(
+    x: Tensor, w: TiledLinear, peers: Peers, squares: Tensor | None = None, eps: float = 0.0
+) -> None:
+    """Push `x @ w.T` of one token, as FP32, to all ranks; see `exchange.sum_pushed`.
+
+    Args:
+        x: [1, K] bfloat16, contiguous.
+        w: [N, K], neither paired nor with inputs in eight bits, for which `pushes` holds.
+        peers: memory of all ranks.
+        squares: see `gemv`.
+    """
+    variant = choose(w, 1, card_of(x))
+    _launch(x, w, peers.own, variant, Norm(eps, None, squares), peers=peers)
+
+
+def pushes(w: TiledLinear, tokens: int, card: Card) -> bool:
+    """True if `gemv_pushed` multiplies so many tokens."""
+    if tokens > 1 or w.activations != "exact" or w.N > MOST_PUSHED:
+        return False
+    variant = choose(w, 1, card)
+    return variant.way == "gemv" and variant.room == 1
+
+
 def gemv_and_rows(
     x: Tensor, w: TiledLinear, rows: Tensor, *, norm: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -147,6 +173,9 @@ class GemvPlan:
     SUMS: int  # to the sums of warps in shared memory
     JOINED: int  # sums of a tile, which programs that share it leave for the join
     PDL: bool  # whether the kernel takes part in programmatic launch
+    RANK: int = 0  # that pushes the result
+    RANKS: int = 0  # to which it goes; 0 where it is stored
+    MOST_PUSHED: int = MOST_PUSHED  # words of a rank in a buffer
 
 
 class Norm(NamedTuple):
@@ -174,8 +203,15 @@ def _launch(
     norm: Norm,
     added: Tensor | None = None,
     rows: tuple[Tensor, Tensor] | None = None,
+    peers: Peers | None = None,
 ) -> None:
-    """Launch one product into y; rows: dense weights beside w, and the output of theirs."""
+    """Launch one product.
+
+    Args:
+        y: its result, which is left alone where that is pushed.
+        rows: dense weights beside w, and the output of theirs.
+        peers: to which it is pushed.
+    """
     B, card, (eps, gain, squares) = x.shape[0], card_of(x), norm
     normed, added_rows = gain is not None, added is not None and added.shape[0] > 1
     if isinstance(variant.launch, WgmmaLaunch):
@@ -190,7 +226,8 @@ def _launch(
     dense, rows_y = (None, None) if rows is None else rows
     heads = 0 if squares is None else squares.shape[1]
     fused = Fused(normed, heads, added_rows, 0 if dense is None else dense.shape[0])
-    plan = _plan(w.constants, variant, w.paired, fused, card.overlaps, card.shared_bytes)
+    share = None if peers is None else peers.share
+    plan = _plan(w.constants, variant, w.paired, fused, card.overlaps, card.shared_bytes, share)
     launch = plan.LAUNCH
     planes = sums = arrived = None
     one = plan.X.TOKENS == 1
@@ -203,11 +240,12 @@ def _launch(
         arrived = w.arrived
         sums = torch.empty(count, dtype=torch.float32, device=x.device)
     tensors = gain, squares, w.words, w.scales.view(torch.int32), added, dense, y, rows_y
+    pushed = (None, None) if peers is None else (peers.addresses, peers.numbers)
     run(
         gemv_one_kernel if one else gemv_several_kernel,
         (-(-w.tiles // launch.program_tiles) + -(-plan.ROWS // 16), launch.split),
         x,
-        *((*tensors, sums, arrived) if one else (planes, *tensors, sums, B)),
+        *((*tensors, sums, arrived, *pushed) if one else (planes, *tensors, sums, B)),
         w.N,
         w.tiles,
         eps,
@@ -252,10 +290,23 @@ def _join(
 
 @cache
 def _plan(
-    W: Packed, variant: Variant, paired: bool, fused: Fused, pdl: bool, limit: int
+    W: Packed,
+    variant: Variant,
+    paired: bool,
+    fused: Fused,
+    pdl: bool,
+    limit: int,
+    share: Share | None = None,
 ) -> GemvPlan:
-    """Constants of a launch; limit: bytes of shared memory on the GPU."""
+    """Constants of a launch.
+
+    Args:
+        limit: bytes of shared memory on the GPU.
+        share: rank that pushes the result.
+    """
     launch, tokens = variant.gemv, variant.room
+    if share is not None:  # the exchange looks for its number once it starts
+        launch = replace(launch, early=False)
     places = places_of(W.K, launch, tokens, W.CODEC.STEP_K)
     digits_bytes = places_bytes(places, fused.normed) if variant.staged else 0
     needed = digits_bytes + launch.sums_bytes(tokens)
@@ -278,4 +329,6 @@ def _plan(
         SUMS=digits_bytes,
         JOINED=launch.parts,
         PDL=pdl,
+        RANK=share.rank if share else 0,
+        RANKS=share.ranks if share else 0,
     )

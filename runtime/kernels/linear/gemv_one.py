@@ -28,7 +28,8 @@ from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     shared_memory,
 )
-from lowbit.runtime.kernels.ptx.mma import threads
+from lowbit.runtime.kernels.ptx.mma import as_word, threads
+from lowbit.runtime.kernels.ptx.peers import PACKET, push_word
 
 NARROW = gl.constexpr(80)  # registers of a thread that leave none for a norm beside the products
 
@@ -36,12 +37,13 @@ NARROW = gl.constexpr(80)  # registers of a thread that leave none for a norm be
 @gluon.jit(do_not_specialize=["N", "tiles"])
 def gemv_one_kernel(
     x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, rows_ptr, y_ptr,
-    rows_y_ptr, sums_ptr, arrived_ptr, N, tiles, eps, PLAN: gl.constexpr,
+    rows_y_ptr, sums_ptr, arrived_ptr, peers_ptr, numbers_ptr, N, tiles, eps, PLAN: gl.constexpr,
 ):  # fmt: skip
     """See `gemv`; PLAN is a `GemvPlan`.
 
     sums_ptr, arrived_ptr: where several programs share a tile: room for their sums, and how many of
         them have left theirs.
+    peers_ptr, numbers_ptr: see `gemv_pushed`, whose result goes there in place of y.
     """
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
     DENSE: gl.constexpr = PLAN.DENSE
@@ -58,14 +60,15 @@ def gemv_one_kernel(
     else:
         _multiply_tiles(
             x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr,
-            (sums_ptr, arrived_ptr), N, tiles, eps, buffer, warp, lane, zero_f32, PLAN,
+            (sums_ptr, arrived_ptr), (peers_ptr, numbers_ptr), N, tiles, eps, buffer, warp, lane,
+            zero_f32, PLAN,
         )  # fmt: skip
 
 
 @gluon.jit
 def _multiply_tiles(
-    x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, shared_ptrs, N,
-    tiles, eps, buffer, warp, lane, zero_f32, PLAN: gl.constexpr,
+    x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, shared_ptrs,
+    pushed_ptrs, N, tiles, eps, buffer, warp, lane, zero_f32, PLAN: gl.constexpr,
 ):  # fmt: skip
     W: gl.constexpr = PLAN.W
     X: gl.constexpr = PLAN.X
@@ -98,6 +101,8 @@ def _multiply_tiles(
         gdc_wait()
         if not PLAN.LAUNCH.early:
             gdc_launch_dependents()
+    if PLAN.RANKS > 0:  # behind the wait: the exchange before has counted itself
+        number = gl.load(pushed_ptrs[1] + lane * 0) + 1
     ITEMS: gl.constexpr = ROUNDS * WARP_GROUPS * TILES  # of 16 rows
     held = t == 0
     added = ()
@@ -149,7 +154,28 @@ def _multiply_tiles(
         more = ()
         if added_ptr is not None:
             more = (added[first // WARPS * 2], added[first // WARPS * 2 + 1])
-        store_result(
-            y_ptr, y[0] * factor, y[1] * factor, more, first_tile + item, g, lane * 0,
-            held & last, N, PLAN.PAIRED,
-        )  # fmt: skip
+        if PLAN.RANKS > 0:
+            _push_result(
+                pushed_ptrs[0], number, y[0] * factor, y[1] * factor, first_tile + item, g,
+                held & last, N, PLAN,
+            )  # fmt: skip
+        else:
+            store_result(
+                y_ptr, y[0] * factor, y[1] * factor, more, first_tile + item, g, lane * 0,
+                held & last, N, PLAN.PAIRED,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _push_result(
+    peers_ptr, number, low, high, tile, g, stored, N, PLAN: gl.constexpr
+):  # fmt: skip
+    """Push rows g and g + 8 of a tile into the buffers of all ranks, this one's too."""
+    RANKS: gl.constexpr = PLAN.RANKS
+    half = (number & 1) * RANKS + PLAN.RANK
+    for i in gl.static_range(2):
+        n = tile * 16 + i * 8 + g
+        at = (half * PLAN.MOST_PUSHED + n).to(gl.int64) * PACKET
+        for rank in gl.static_range(RANKS):
+            v = low if i == 0 else high
+            push_word(gl.load(peers_ptr + rank) + at, as_word(v), number, stored & (n < N))

@@ -4,10 +4,31 @@ A word travels with its number in one store of 8 bytes, so that who sees the num
 Peers' memory is written, never read.
 """
 
+from dataclasses import dataclass
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.ptx.mma import inline
+from lowbit.runtime.weights.share import Share
+
+PACKET_BYTES = 8  # of a word and its number
+PACKET = gl.constexpr(PACKET_BYTES)
+MOST_PUSHED = 1 << 14  # words of a token that a product pushes
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Memory by which the GPUs of a model exchange words; see `exchange`."""
+
+    share: Share  # this rank
+    own: Tensor  # int64 of `exchange.buffer_words`, this rank's buffer, zeros at first
+    addresses: Tensor  # [ranks] int64 on the device, of all buffers as this GPU sees them
+    counters: Tensor  # [PROGRAMS] int32 on the device, blocks of each program so far
+    numbers: Tensor  # [PUSHED_PROGRAMS] int32 on the device, tokens that were pushed so far
+    aborted: Tensor  # [1] int32, page-locked memory of the host: not 0 once nobody waits any more
+    mapping: object = None  # keeps the other ranks' buffers mapped
 
 
 @gluon.jit

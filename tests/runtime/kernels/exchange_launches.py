@@ -7,19 +7,22 @@ import torch
 from lowbit.runtime.weights.share import Share
 from tests.runtime.kernels.meta_inputs import tiled_experts, weight, zeros
 
-EXCHANGE = {"exchange_sum", "exchange_columns", "exchange_first"}
+EXCHANGE = {"exchange_sum", "exchange_columns", "exchange_first", "sum_pushed"}
 
 
 def exchanges(full: bool) -> Iterator[str]:
     """Sums, columns of logits and inputs of a step among two ranks, and where full among more."""
     from lowbit.runtime.kernels.exchange import (
         PROGRAMS,
-        Peers,
+        PUSHED_PROGRAMS,
         buffer_words,
         exchange_columns,
         exchange_first,
         exchange_sum,
+        sum_pushed,
     )
+    from lowbit.runtime.kernels.linear.gemv import gemv_pushed
+    from lowbit.runtime.kernels.ptx.peers import Peers
 
     for ranks in (2, 3, 8) if full else (2,):
         peers = Peers(
@@ -27,6 +30,7 @@ def exchanges(full: bool) -> Iterator[str]:
             own=torch.empty(buffer_words(ranks), dtype=torch.int64),
             addresses=torch.empty(ranks, dtype=torch.int64),
             counters=torch.empty(PROGRAMS, dtype=torch.int32),
+            numbers=torch.empty(PUSHED_PROGRAMS, dtype=torch.int32),
             aborted=torch.empty(1, dtype=torch.int32),
         )
         partial = torch.empty(3, 4096)
@@ -35,6 +39,8 @@ def exchanges(full: bool) -> Iterator[str]:
         widths = (75968,) * (ranks - 1) + (75776,)
         exchange_columns(torch.empty(1, widths[-1]), widths, peers)
         exchange_first(torch.empty(7, 68, dtype=torch.int32)[:, :2], peers)
+        gemv_pushed(zeros(1, 6144), weight(4, 4096, 6144), peers)
+        sum_pushed(zeros(1, 4096), zeros(1, 4096), peers)
         yield f"{ranks} ranks"
     yield from _partial_sums(full)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Condition, local
 from typing import Any, TypeVar
 
@@ -12,13 +13,19 @@ from torch import Tensor
 from lowbit.runtime.kernels import exchange
 from lowbit.runtime.kernels.exchange import (
     BLOCK,
-    Peers,
+    PUSHED_PROGRAMS,
     buffer_words,
     exchange_columns,
     exchange_first,
     exchange_sum,
     exchange_sum_ref,
+    sum_pushed,
 )
+from lowbit.runtime.kernels.launch.device import card_of
+from lowbit.runtime.kernels.launch.linear import GemvLaunch
+from lowbit.runtime.kernels.linear import gemv
+from lowbit.runtime.kernels.linear.tiles import TiledLinear
+from lowbit.runtime.kernels.ptx.peers import MOST_PUSHED, Peers
 from lowbit.runtime.weights.share import Share
 from tests.runtime.kernels.emulated_peers import PeerMemory
 from tests.runtime.kernels.emulator import run_kernel
@@ -37,6 +44,7 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         run_kernel(*arguments, peers=here.memory, **named)
 
     monkeypatch.setattr(exchange, "run", run)
+    monkeypatch.setattr(gemv, "run", run)
     monkeypatch.setattr(exchange, "PROGRAMS", PROGRAMS)
     exchange._plan.cache_clear()
     yield
@@ -52,8 +60,10 @@ def on_ranks(ranks: int, work: Callable[[Peers], T]) -> list[T]:
     def run(rank: int) -> T:
         here.memory = PeerMemory(buffers, buffers[rank].data_ptr(), pushed)
         counters = torch.zeros(PROGRAMS, dtype=torch.int32)
+        numbers = torch.zeros(PUSHED_PROGRAMS, dtype=torch.int32)
         aborted = torch.zeros(1, dtype=torch.int32)
-        return work(Peers(Share(rank, ranks), buffers[rank], addresses, counters, aborted))
+        memory = buffers[rank], addresses, counters, numbers, aborted
+        return work(Peers(Share(rank, ranks), *memory))
 
     with ThreadPoolExecutor(ranks) as threads:
         return list(threads.map(run, range(ranks)))
@@ -140,3 +150,42 @@ def test_nobody_waits_once_it_is_aborted() -> None:
         return exchange_sum(torch.ones(1, 64), None, peers, torch.float32)
 
     assert on_ranks(2, work)[0] is not None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run there")
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("launch", [GemvLaunch(1, 2, 4, early=True), GemvLaunch(1, 2, 4, split=2)])
+def test_products_push_their_sums(
+    make_tiled: Callable[..., TiledLinear], launch: GemvLaunch, ranks: int
+) -> None:
+    """One after the other, among sums of other launches: as what `gemv` stores, added."""
+    N, K, made = 160, 2048, torch.Generator().manual_seed(ranks)
+    w = replace(make_tiled(4, N, K, 128), tuned=((1, launch),))
+    xs = [torch.randn(4, 1, K, generator=made).bfloat16() for _ in range(ranks)]
+    here.memory = None
+    parts = [[gemv.gemv(x[turn], w, dtype=torch.float32) for x in xs] for turn in range(4)]
+    added = torch.randn(1, N, generator=made)
+
+    def work(peers: Peers) -> list[bool]:
+        rank, same = peers.share.rank, []
+        mine = replace(w, arrived=None if w.arrived is None else w.arrived.clone())
+        for turn in range(4):
+            y = torch.empty(1, N)
+            gemv.gemv_pushed(xs[rank][turn], mine, peers)
+            sum_pushed(y, added, peers)
+            same.append(torch.equal(y, exchange_sum_ref(parts[turn], added, torch.float32)))
+            other = exchange_sum(parts[turn][rank], None, peers, torch.float32)
+            same.append(torch.equal(other, exchange_sum_ref(parts[turn], None, torch.float32)))
+        assert peers.numbers[:2].tolist() == [4, 4]
+        return same
+
+    assert on_ranks(ranks, work) == [[True] * 8] * ranks
+
+
+def test_products_that_push(make_tiled: Callable[..., TiledLinear]) -> None:
+    """Those of one token, exact inputs and rows that a buffer has room for."""
+    w, card = make_tiled(4, 64, 256, 128), card_of(torch.empty(0))
+    assert gemv.pushes(w, 1, card)
+    assert not gemv.pushes(w, 2, card)
+    assert not gemv.pushes(replace(w, activations="int8"), 1, card)
+    assert not gemv.pushes(replace(w, N=MOST_PUSHED + 16), 1, card)

@@ -15,17 +15,22 @@ from torch import Tensor
 from lowbit.runtime.backends.exchange import meet
 from lowbit.runtime.backends.symmetric import open_peers
 from lowbit.runtime.kernels.exchange import (
-    Peers,
     exchange_columns,
     exchange_first,
     exchange_sum,
     exchange_sum_ref,
+    sum_pushed,
 )
+from lowbit.runtime.kernels.linear.gemv import gemv_pushed, gemv_ref
+from lowbit.runtime.kernels.linear.tiles import TiledLinear, tiled
+from lowbit.runtime.kernels.ptx.peers import Peers
+from lowbit.runtime.weights.linear import PackedLinear
 from lowbit.runtime.weights.share import Share
 
 WAIT_S = 60.0
 REPLAYS = 20
 IN_GRAPH = 8
+PRODUCTS = ((4, 4096, 6144), (4, 4096, 2048), (8, 4096, 3072))  # of as many rows
 SHAPES = ((1, 64), (1, 4096), (3, 2560), (64, 4096), (300, 2560))
 
 
@@ -54,6 +59,30 @@ def failures(peers: Peers) -> list[str]:
         if not torch.equal(words.view(torch.float32), expected):
             wrong.append(f"first {M} x {N}")
     return wrong
+
+
+def pushed_failures(peers: Peers) -> list[str]:
+    """Names of products that push something else than their sums, one after the other."""
+    share, wrong = peers.share, []
+    for turn, (bits, N, K) in enumerate(PRODUCTS * 3):
+        xs = [partials(1, 1, K, 10 * turn + rank)[0].bfloat16() for rank in range(share.ranks)]
+        w = weight(bits, N, K)
+        added = partials(1, 1, N, turn)[0].bfloat16()
+        y = torch.empty_like(added)
+        gemv_pushed(xs[share.rank], w, peers)
+        sum_pushed(y, added, peers)
+        expected = sum(gemv_ref(x, w) for x in xs) + added.double()
+        if float((y.double() - expected).abs().max() / expected.abs().max()) > 2.0**-8:
+            wrong.append(f"product {N} x {K}")
+    return wrong
+
+
+def weight(bits: int, N: int, K: int) -> TiledLinear:
+    """The same packed weight on every rank."""
+    made = torch.Generator().manual_seed(N + K)
+    words = torch.randint(-(2**31), 2**31, (N, K * bits // 32), generator=made)
+    scale = torch.rand(N, K // 128, generator=made).bfloat16() / 2**bits
+    return tiled(PackedLinear(words.to(torch.int32).cuda(), scale.cuda(), bits, 128))
 
 
 def replayed(peers: Peers) -> tuple[list[str], float]:
@@ -86,7 +115,7 @@ def main() -> None:
     torch.cuda.set_device(devices[rank])
     exchange = meet(Share(rank, ranks), folder / "store", WAIT_S, WAIT_S)
     peers = open_peers(exchange, devices, folder / "buffers", WAIT_S)
-    wrong = failures(peers)
+    wrong = failures(peers) + pushed_failures(peers) + failures(peers)
     later, each_us = replayed(peers)
     exchange.total(torch.zeros(1))  # nobody ends before all are done
     print(json.dumps({"wrong": wrong + later, "us": each_us}))

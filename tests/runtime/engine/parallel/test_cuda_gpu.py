@@ -1,4 +1,4 @@
-"""Two ranks, as processes on one GPU that takes their kernels in turn, answer as one does."""
+"""Two ranks answer as one does: on two GPUs, or on one that takes their kernels in turn."""
 
 import json
 import subprocess
@@ -24,7 +24,8 @@ PROMPTS = [IDS[:5], IDS[5:105], IDS[60:370], IDS[9:10]]
 COUNT = 24
 SIZES: dict[str, Any] = {"device": "cuda", "context": 512, "max_sequences": 4}
 PACKED: dict[str, Any] = {"quantize": "int4", "group_size": 64}
-TWO: dict[str, Any] = {"tensor_parallel": 2, "devices": (0, 0)}
+GPUS = (0, 1) if torch.cuda.device_count() > 1 else (0, 0)
+TWO: dict[str, Any] = {"tensor_parallel": 2, "devices": GPUS}
 CLOSE = 0.03  # of the largest logit: what sums in another order may change in BF16
 ENDED = r"rank 1 \(process \d+\) ended while running steps: signal SIGKILL"
 NAMES = ("tiny-qwen3", "tiny-qwen3.5", "tiny-qwen3-moe", "tiny-qwen3.5-moe")
@@ -56,7 +57,7 @@ def assert_same(one: lowbit.Model, prompt: list[int], a: list[int], b: list[int]
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_exchanges_of_processes(tmp_path: Path, ranks: int) -> None:
     program = "tests.runtime.engine.parallel.exchange_rank"
-    devices = ",".join("0" * ranks)
+    devices = ",".join(map(str, GPUS if ranks == 2 else [0] * ranks))
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", program, str(rank), str(ranks), devices, str(tmp_path)],
@@ -77,7 +78,9 @@ def test_logits(pair: tuple[lowbit.Model, lowbit.Model]) -> None:
     for prompt in PROMPTS:
         a, b = one.logits(prompt), two.logits(prompt)
         assert a.shape == b.shape
-        assert float((a - b).abs().max()) <= CLOSE * float(a.abs().max())
+        far = (a - b).abs().amax(1) > CLOSE * a.abs().max()
+        # Where two experts are about as likely, other bits may choose the other one.
+        assert float(far.float().mean()) <= (0.03 if one.opened.config.experts else 0)
 
 
 def test_requests_one_by_one_and_together(pair: tuple[lowbit.Model, lowbit.Model]) -> None:
