@@ -88,6 +88,7 @@ class Crew:
         """Begin with members that have met."""
         self.members, self.exchange, self.peers = members, exchange, peers
         self._lost: LowbitError | None = None
+        self._losing = threading.Lock()  # a lost rank is seen by its task and by whoever looks
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         processes = [member.process for member in members]
         self._watch = None if peers is None else Watch(processes, peers.aborted)
@@ -102,9 +103,8 @@ class Crew:
     @property
     def problem(self) -> LowbitError | None:
         """Why no task runs any more: a step that has failed, or a process that has ended."""
-        for member in self.members:
-            if self._lost is None and member.process.poll() is not None:
-                return failure(member, None)
+        if self._lost is None and any(each.process.poll() is not None for each in self.members):
+            return self._lose(PartedError("another rank has ended"))
         return self._lost
 
     def wait(self) -> None:
@@ -183,11 +183,13 @@ class Crew:
 
     def _lose(self, error: Exception) -> LowbitError:
         """Keep the error that has ended all ranks, and end them."""
-        # `close` may have come from another thread.
-        self._lost = _reason(error, self.members) if self.close.alive else self._gone()
-        for member in self.members:
-            member.process.kill()
-        return self._lost
+        with self._losing:
+            if self._lost is None:
+                # `close` may have come from another thread.
+                self._lost = _reason(error, self.members) if self.close.alive else self._gone()
+                for member in self.members:
+                    member.process.kill()
+            return self._lost
 
 
 def load_shared(setup: Setup, shard: OpenedModel) -> "tuple[Crew, Decoder]":

@@ -82,8 +82,15 @@ class Channel(Generic[Received]):
         finally:
             del buffer[:first]
 
+    async def flush(self, seconds: float) -> None:
+        """Wait until the socket has taken all that was sent, for some seconds at most."""
+        self._loop = asyncio.get_running_loop()
+        self._write_soon()
+        if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=seconds)
+
     def close(self) -> None:
-        """Close this end."""
+        """Close this end; what the socket has not taken is lost."""
         if self._writing is not None:
             self._writing.cancel()
         with contextlib.suppress(OSError):

@@ -23,6 +23,7 @@ from lowbit.runtime.serve.link.messages import (
     Cancel,
     Constraints,
     DropGrammar,
+    Ended,
     FromEngine,
     GrammarMade,
     Health,
@@ -34,7 +35,6 @@ from lowbit.runtime.serve.link.messages import (
     Source,
     Step,
     begin_of,
-    problem_of,
 )
 from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.text.grammar_source import GrammarSource
@@ -124,6 +124,7 @@ class EngineClient:
         self._loads: list[asyncio.Future[LoadFound]] = []
         self._cancelled: list[int] = []  # that the engine has not been told of
         self._stalled = False
+        self._ending = Problem("LowbitError", "the engine has ended", "see the log")  # once it has
         self._heard = time.monotonic()
         self._listening: asyncio.Task[None] | None = None
 
@@ -174,7 +175,7 @@ class EngineClient:
             LowbitError: it cannot be used, takes more memory than all may, or the engine has ended.
         """
         if not self.alive:
-            raise _gone()
+            raise self._ending.error()
         number = next(self._numbers)
         made: asyncio.Future[None] = self.loop.create_future()
         self._grammars[number] = made
@@ -200,7 +201,7 @@ class EngineClient:
             LowbitError: it has ended.
         """
         if not self.alive:
-            raise _gone()
+            raise self._ending.error()
         found: asyncio.Future[LoadFound] = self.loop.create_future()
         self._loads.append(found)
         self._channel.send(AskLoad())
@@ -241,6 +242,8 @@ class EngineClient:
                 found = self._loads.pop(0)
                 if not found.done():
                     found.set_result(message)
+            case Ended(problem):
+                self._ending = problem
 
     def _deliver(self, number: int, tokens: Sequence[int], more: More | None) -> None:
         """Give an answer's news to the task that waits for it."""
@@ -287,14 +290,13 @@ class EngineClient:
     def _end(self) -> None:
         """Fail everything that waits for the engine."""
         self.alive = False
-        gone = problem_of(_gone())
         for number, waiting in list(self._waiting.items()):
-            last = More(number, waiting.handle.reused, ended=True, problem=gone)
+            last = More(number, waiting.handle.reused, ended=True, problem=self._ending)
             self._deliver(number, (), last)
         futures: list[asyncio.Future[Any]] = [*self._grammars.values(), *self._loads]
         for each in futures:
             if not each.done():
-                each.set_exception(_gone())
+                each.set_exception(self._ending.error())
         self._loads.clear()
 
 
@@ -302,7 +304,3 @@ def _same_prompt(numbered: tuple[int, Request]) -> tuple[int, int]:
     """Key of answers to one prompt, which share its objects."""
     request = numbered[1]
     return id(request.prompt), id(request.images)
-
-
-def _gone() -> LowbitError:
-    return LowbitError("the engine has ended", hint="see the log")

@@ -31,6 +31,7 @@ from lowbit.runtime.serve.link.messages import (
     Cancel,
     Constraints,
     DropGrammar,
+    Ended,
     Facts,
     GrammarMade,
     Health,
@@ -53,6 +54,7 @@ log = logging.getLogger("lowbit.serve")
 RETRY_S = 1.0  # until a step is tried again that failed without any request
 BEAT_S = 1.0  # between two reports of the engine's health
 TICK_S = 0.05  # between two looks at it
+FLUSH_S = 1.0  # for an HTTP side to take the last message
 STALLED_S = 120.0  # longest time of one step, with the first use of its kernels
 STALLED_IN_PROMPT_S = 600.0  # the same while it runs a chunk of a prompt: large models on a CPU
 
@@ -335,6 +337,10 @@ class EngineHost:
         try:
             both = (watching, asyncio.gather(*hearing, return_exceptions=True))
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done() and (problem := watching.result()) is not None:
+                await self._part(problem)
+        except Exception:
+            log.exception("the engine's event loop has failed")
         finally:
             for task in (watching, *hearing):
                 task.cancel()
@@ -436,13 +442,23 @@ class EngineHost:
             problem = problem_of(of_bug(error))
         connection.channel.send(GrammarMade(number, problem))
 
-    async def _watch(self) -> None:
-        """Report the engine's health until its thread ends, or another rank of the model."""
+    async def _part(self, problem: LowbitError) -> None:
+        """Say why the engine ends, before its end is seen."""
+        for connection in self._connections:
+            connection.channel.send(Ended(problem_of(problem)))
+        await asyncio.gather(*(each.channel.flush(FLUSH_S) for each in self._connections))
+
+    async def _watch(self) -> LowbitError | None:
+        """Report the engine's health until its thread ends, or another rank of the model.
+
+        Returns:
+            The rank's end; None for that of the thread, which the log has.
+        """
         told, told_at, crew = Health(), 0.0, self.model.crew
         while self.stepper.alive:
             if crew is not None and (problem := crew.problem) is not None:
                 log.error("%s; the engine's process ends, too", problem)
-                return
+                return problem
             now = Health(self.stepper.stalled, self.stepper.problem)
             if now.stalled and not told.stalled:
                 log.error("a step of the engine hangs%s", self.stepper.place())
@@ -453,3 +469,4 @@ class EngineHost:
                 for connection in self._connections:
                     connection.channel.send(now)
             await asyncio.sleep(TICK_S)
+        return None

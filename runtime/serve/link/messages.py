@@ -262,5 +262,11 @@ class LoadFound(Message):
     grammars_waiting: int  # for memory
 
 
+class Ended(Message):
+    """Last message of an engine that knows why it ends."""
+
+    problem: Problem
+
+
 ToEngine = Settings | MakeGrammar | DropGrammar | Begin | Cancel | AskLoad
-FromEngine = Facts | NotLoaded | GrammarMade | Step | Health | LoadFound
+FromEngine = Facts | NotLoaded | GrammarMade | Step | Health | LoadFound | Ended

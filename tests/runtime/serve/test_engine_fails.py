@@ -121,6 +121,24 @@ def test_a_bug_ends_its_request_alone(
     assert server.service.engine.open == 0
 
 
+def test_a_step_without_memory_ends_its_requests_with_advice(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise MemoryError
+
+    expected = ask(server).json()["choices"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "decode", full)
+        failed = ask(server)
+    assert failed.status_code == 500
+    assert failed.json()["error"]["message"] == (
+        "the memory of this machine is used up; ask for less at once"
+    )
+    until(lambda: healthy(server))
+    assert ask(server).json()["choices"] == expected
+
+
 def test_a_bug_while_an_answer_is_written_ends_its_request_alone(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -139,6 +139,27 @@ def test_a_process_that_fails_says_why(member: Callable[..., Member]) -> None:
     assert found.value.hint == "download it again"
 
 
+def test_whoever_looks_hears_why_a_process_has_ended(member: Callable[..., Member]) -> None:
+    """As the task does, whichever comes first; all others end."""
+    failing, other = member(SENDS, Failed("`model_norm` holds NaN")), member(WAITS)
+    crew = Crew([other, failing], NoExchange(), 1)
+    failing.process.wait()
+    assert str(crew.problem) == f"{failing} failed: `model_norm` holds NaN"
+    assert other.ending() == "signal SIGKILL"
+    with pytest.raises(ResourceError, match="`model_norm` holds NaN"):
+        crew.run(TASK, lambda: 5)
+
+
+def test_whoever_looks_hears_of_the_killed_process_first(member: Callable[..., Member]) -> None:
+    """The others end for want of it."""
+    ending, killed = member("import sys; sys.exit(1)"), member(WAITS)
+    crew = Crew([ending, killed], NoExchange(), 1)
+    killed.process.kill()
+    for each in crew.members:
+        each.process.wait()
+    assert str(crew.problem) == f"{killed} ended while starting: signal SIGKILL"
+
+
 def test_a_process_that_does_not_answer_is_no_hang(
     member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,3 +126,28 @@ def test_a_cut_message_is_not_taken_for_one() -> None:
 
     assert asyncio.run(all_of()) == []
     here.close()
+
+
+def test_what_waits_is_sent_before_the_end() -> None:
+    here, there = pair()
+    here.send(list(range(300_000)))
+    assert here._waiting
+
+    async def run() -> list[Any]:
+        reading = asyncio.create_task(taken(there, 1))
+        await here.flush(30)
+        here.close()
+        [found] = await reading
+        return list(found)
+
+    assert asyncio.run(run()) == list(range(300_000))
+    there.close()
+
+
+def test_the_end_waits_for_no_reader_that_hangs() -> None:
+    here, there = pair()
+    here.send(list(range(300_000)))
+    asyncio.run(here.flush(0.0))
+    assert here._waiting
+    here.close()
+    there.close()

@@ -7,13 +7,15 @@ from typing import Any, cast
 
 import pytest
 
-from lowbit.formats.errors import LowbitError
+from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.runtime.serve.link.channel import Channel
 from lowbit.runtime.serve.link.client import EngineClient
 from lowbit.runtime.serve.link.messages import (
+    Ended,
     FromEngine,
     Settings,
     ToEngine,
+    problem_of,
 )
 from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.text.grammar_source import GrammarSource
@@ -53,5 +55,21 @@ def test_nothing_waits_for_an_engine_that_has_ended() -> None:
                 await later
         assert not client._grammars
         assert not client._loads
+
+    run(test)
+
+
+def test_what_waits_for_an_engine_hears_why_it_has_ended() -> None:
+    ending = ResourceError("rank 1 ended: signal SIGKILL", hint="load the model again")
+
+    async def test(client: EngineClient, engine: Channel[ToEngine]) -> None:
+        waiting = asyncio.create_task(client.make_grammar(SOURCE))
+        await asyncio.sleep(0)
+        engine.send(Ended(problem_of(ending)))
+        engine.close()
+        for each in (waiting, client.load()):
+            with pytest.raises(ResourceError, match="rank 1 ended: signal SIGKILL") as found:
+                await each
+            assert found.value.hint == ending.hint
 
     run(test)
