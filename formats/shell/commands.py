@@ -72,31 +72,44 @@ def _interruptible() -> Iterator[None]:
         raise click.exceptions.Exit(INTERRUPTED) from None
 
 
+@contextmanager
+def _left_alone() -> Iterator[None]:
+    """End quietly, with READER_LEFT, behind a write that nobody reads; else as `_interruptible`."""
+    try:
+        with _interruptible():
+            yield
+    except BrokenPipeError:
+        if not leave_broken():
+            raise
+        raise click.exceptions.Exit(READER_LEFT) from None
+
+
 class Commands(DefaultGroup):  # type: ignore[misc]  # the library has no types
     """A group that exits with 130 after an interrupt, and quietly if its output is not read."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run the program, or complete a line of the shell."""
         use_own_scripts()
-        return super().main(*args, **options)
+        try:
+            return super().main(*args, **options)
+        except BrokenPipeError:  # of completions, and of messages about an error
+            if not leave_broken():
+                raise
+            sys.exit(READER_LEFT)
 
     def make_context(self, *args: Any, **options: Any) -> click.Context:
         """Read the command line with the exit codes of the class."""
-        with _interruptible():
+        with _left_alone():
             found: click.Context = super().make_context(*args, **options)
             return found
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command with the exit codes of the class."""
         try:
-            with _interruptible():
+            with _left_alone():
                 return super().invoke(ctx)
         except click.UsageError as error:
             raise _Misuse(error) from None
-        except BrokenPipeError:
-            if not leave_broken():
-                raise
-            raise click.exceptions.Exit(READER_LEFT) from None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -28,6 +28,7 @@ def run(module: str, program: str) -> NoReturn:
     files are closed and temporary ones removed. On Windows it is 1, with a message.
     """
     _check_system()
+    open_closed()
     if hasattr(sys.stdout, "reconfigure"):  # escape characters that the encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     signals = Signals()
@@ -51,6 +52,7 @@ def run(module: str, program: str) -> NoReturn:
         for number in (signal.SIGINT, signal.SIGTERM):  # all is cleaned up already
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda number, _: os._exit(128 + number))
+        _flush()
     if signals.arrived[-1] == signal.SIGINT:
         farewell()
     sys.exit(128 + signals.arrived[-1])
@@ -70,6 +72,33 @@ def _check_system() -> None:
         sys.exit(1)
 
 
+def open_closed() -> None:
+    """Open the standard streams that the caller has closed, before a file takes their numbers.
+
+    Nothing can be read, messages are lost, and results meet a reader who has left.
+    """
+    if sys.stdin is None:
+        _place(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    if sys.stdout is None:
+        read, write = os.pipe()
+        os.close(read)
+        _place(write, 1)
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    if sys.stderr is None:
+        _place(os.open(os.devnull, os.O_WRONLY), 2)
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _place(descriptor: int, wanted: int) -> None:
+    """Give a file another number, by which processes of this one have it, too."""
+    if descriptor == wanted:
+        os.set_inheritable(wanted, True)
+    else:
+        os.dup2(descriptor, wanted)
+        os.close(descriptor)
+
+
 def farewell(left: str = "", fold: Callable[[str], str] = str) -> None:
     """Print that the user has interrupted the command.
 
@@ -78,6 +107,14 @@ def farewell(left: str = "", fold: Callable[[str], str] = str) -> None:
         fold: puts line ends between words where they are due.
     """
     print(f"\n{fold(f'{FAREWELL}; {left}' if left else FAREWELL)}", file=sys.stderr)
+
+
+def _flush() -> None:
+    """Write what stdout still holds, if anybody reads it: the end of Python would complain."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        leave(sys.stdout)
 
 
 def leave(stream: IO[str]) -> None:

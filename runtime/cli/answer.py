@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 import click
-from rich.console import Console
+from rich.text import Text
 from wcwidth import wcswidth
 
 from lowbit.formats.printable import PROSE, printable
+from lowbit.formats.shell.tables import messages
 from lowbit.runtime.conversation.respond import showing
 
 if TYPE_CHECKING:
@@ -82,10 +83,10 @@ class AnswerPrinter:
 
 def new_printer(quiet: bool, wrap: bool = False) -> AnswerPrinter:
     """A printer for one answer."""
-    console = Console(stderr=True, highlight=False)
+    console = messages()
 
     def think(text: str) -> None:
-        console.print(text, style="dim italic", markup=False, emoji=False, soft_wrap=True, end="")
+        console.print(Text(text), style="dim italic", soft_wrap=True, end="")
 
     return AnswerPrinter(
         # Without `color`, click takes escape sequences out of what is piped.

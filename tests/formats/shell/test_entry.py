@@ -3,6 +3,7 @@
 The processes send themselves the signal, so that nothing waits for anything.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -26,6 +27,20 @@ call()
 print('imported')
 """
 ENDLESS = "def main(**_):\n    while True: pass\n"
+# A program whose command prints by click, by rich, and by Python, which writes at the end.
+PRINTS = """\
+import click
+from lowbit.formats.shell.commands import Commands
+from lowbit.formats.shell.output import note, print_json
+from lowbit.formats.shell.tables import results
+WAYS = {'click': click.echo, 'json': print_json, 'rich': results().print, 'python': print}
+main = Commands('main', default='show')
+@main.command()
+@click.argument('way')
+def show(way):
+    note('aside')
+    WAYS[way]({})
+"""
 ENDS = {"SIGINT": (130, "\ninterrupted\n"), "SIGTERM": (143, "")}
 
 
@@ -173,3 +188,78 @@ def test_an_interrupt_while_the_command_line_is_read() -> None:
     option = click.Option(["--now"], callback=interrupt)
     found = CliRunner().invoke(Commands("group", params=[option]), ["--now", "x"])
     assert (found.exit_code, found.stderr) == (130, "\ninterrupted\n")
+
+
+def redirected(
+    folder: Path, line: tuple[str, ...], redirections: str, **environment: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run the program of PRINTS; `$nobody` among the redirections is a pipe that nobody reads."""
+    stub(folder, PRINTS)
+    code = f"import sys; sys.argv = {['program', *line]!r}; {ENTRY}"
+    reading, writing = os.pipe()
+    os.close(reading)
+    shell = f'nobody={writing}; exec "$0" -c "$1" {redirections}'
+    done = subprocess.run(
+        ["bash", "-c", shell, sys.executable, code],
+        cwd=folder,
+        env=os.environ | {"PYTHONUNBUFFERED": ""} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        pass_fds=[writing],
+    )
+    os.close(writing)
+    return done
+
+
+@pytest.mark.parametrize("redirections", [">&$nobody", ">&-"])
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        (("click",), 141, "aside\n"),
+        (("json",), 141, "aside\n"),
+        (("rich",), 0, "aside\n"),  # which prints behind the work
+        (("python",), 0, "aside\n"),
+        (("--help",), 141, ""),
+        (("show", "--help"), 141, ""),
+    ],
+)
+def test_results_that_nobody_reads(
+    tmp_path: Path, redirections: str, line: tuple[str, ...], code: int, said: str
+) -> None:
+    done = redirected(tmp_path, line, redirections)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
+
+
+@pytest.mark.parametrize("redirections", [">&$nobody", ">&-"])
+def test_completion_that_nobody_reads(tmp_path: Path, redirections: str) -> None:
+    done = redirected(tmp_path, (), redirections, _PROGRAM_COMPLETE="bash_source")
+    assert (done.returncode, done.stdout, done.stderr) == (141, "", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "redirections", "code", "result"),
+    [
+        (("click",), "2>&-", 0, "{}\n"),  # whoever closes it wants no messages
+        (("click",), "2>&$nobody", 141, ""),
+        (("--none",), "2>&-", 2, ""),
+        (("--none",), "2>&$nobody", 141, ""),
+        (("click",), "<&-", 0, "{}\n"),
+        (("click",), "<&- >&- 2>&-", 141, ""),
+    ],
+)
+def test_other_streams_that_are_closed(
+    tmp_path: Path, line: tuple[str, ...], redirections: str, code: int, result: str
+) -> None:
+    done = redirected(tmp_path, line, redirections)
+    assert (done.returncode, done.stdout) == (code, result)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("redirections", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_files_do_not_take_the_numbers_of_closed_streams(tmp_path: Path, redirections: str) -> None:
+    """What a library prints would be written into them."""
+    stub(tmp_path, "def main(**_):\n    assert open('new', 'w').fileno() > 2\n    kill(9)")
+    shell = f'exec "$0" -c "$1" {redirections}'
+    done = subprocess.run(["sh", "-c", shell, sys.executable, ENTRY], cwd=tmp_path, timeout=60)
+    assert done.returncode == -signal.SIGKILL

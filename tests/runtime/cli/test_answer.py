@@ -1,6 +1,7 @@
 """Answers on a terminal and in a pipe: escapes, wrapping, reasoning apart."""
 
 import io
+import os
 import sys
 from collections.abc import Iterator
 from typing import cast
@@ -49,6 +50,17 @@ def test_a_pipe_has_the_bytes_of_the_model(capsys: pytest.CaptureFixture[str], w
     out, err = capsys.readouterr()
     assert out == text + "\n"
     assert err == "thinking: hm\n\n"
+
+
+def test_an_answer_outlives_the_reader_of_its_reasoning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as unread:
+        monkeypatch.setattr(sys, "stderr", unread)
+        shown(new_printer(False), Piece("hm", reasoning=True), Piece("yes", reasoning=False))
+    assert capsys.readouterr().out == "yes\n"
 
 
 def test_lines_of_a_terminal_end_at_words(monkeypatch: pytest.MonkeyPatch) -> None:
