@@ -33,6 +33,7 @@ from lowbit.runtime.engine.parallel.gpus import Watch, meet_gpus
 from lowbit.runtime.engine.parallel.members import (
     AGAIN,
     Member,
+    Stops,
     failure,
     look,
     silence,
@@ -45,6 +46,7 @@ from lowbit.runtime.engine.parallel.messages import (
     LOOK_S,
     MEET_S,
     START_S,
+    STOPPED_S,
     Arrived,
     Failed,
     Met,
@@ -90,8 +92,7 @@ class Crew:
         self._lost: LowbitError | None = None
         self._losing = threading.Lock()  # a lost rank is seen by its task and by whoever looks
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        processes = [member.process for member in members]
-        self._watch = None if peers is None else Watch(processes, peers.aborted)
+        self._watch = None if peers is None else Watch(members, peers.aborted)
         self.close = weakref.finalize(self, _close, members, self._jobs, os.getpid(), self._watch)
         # A daemon: the end of this process waits for no rank that does not answer.
         arguments = (self._jobs, threads)
@@ -150,11 +151,14 @@ class Crew:
         """Have the others run a task, and do this rank's part of it; see `shared_decoder.Crew`."""
         job: Future[T] = Future()
         self._jobs.put((partial(self._together, task, work), job))
+        stops = Stops()
         alive = self._worker.is_alive()  # not behind `close`, nor in a fork of this process
         while not futures.wait([job], LOOK_S if alive else 0).done:
             if not alive:
                 raise self._gone()
             alive = self._worker.is_alive()
+            if (member := stops.find(self.members, LOOK_S)) is not None:
+                self._lose(silence(member, STOPPED_S))  # which ends the job
         return job.result()
 
     def _gone(self) -> ResourceError:

@@ -4,12 +4,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lowbit.runtime.backends.exchange import Exchange
+from lowbit.runtime.engine.parallel.members import Member, Stops
 from lowbit.runtime.engine.parallel.messages import EXCHANGE_S, LOOK_S, MEET_S, Setup
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def meet_gpus(setup: Setup, exchange: Exchange) -> "Peers | None":
 
 
 class Watch:
-    """Lets kernels go on that wait for a rank which has ended, or stays away for too long.
+    """Lets kernels go on that wait for a rank which has ended, is stopped or stays away too long.
 
     Nothing that they leave counts then. A GPU cannot be interrupted otherwise.
 
@@ -43,15 +44,15 @@ class Watch:
         thread: that watches.
     """
 
-    def __init__(self, processes: Sequence[Any], aborted: Tensor) -> None:
+    def __init__(self, members: Sequence[Member], aborted: Tensor) -> None:
         """Begin to watch.
 
         Args:
-            processes: of the other ranks.
+            members: the other ranks.
             aborted: see `Peers`.
         """
         self.closed = threading.Event()
-        self._processes, self._aborted = processes, aborted
+        self._members, self._aborted = members, aborted
         self._since: float | None = None  # the host waits for the GPU
         self.thread = threading.Thread(target=self._run, name="lowbit-watch", daemon=True)
         self.thread.start()
@@ -71,9 +72,12 @@ class Watch:
             self._since = None
 
     def _run(self) -> None:
+        stops = Stops()
         while not self.closed.wait(LOOK_S):
-            since = self._since
-            late = since is not None and time.monotonic() - since > EXCHANGE_S
-            if late or any(process.poll() is not None for process in self._processes):
+            since, members = self._since, self._members
+            late = since is not None and (
+                time.monotonic() - since > EXCHANGE_S or stops.find(members, LOOK_S) is not None
+            )
+            if late or any(member.process.poll() is not None for member in members):
                 self._aborted.fill_(1)
                 return

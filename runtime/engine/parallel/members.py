@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 
 from lowbit.formats.errors import ResourceError
@@ -102,6 +102,24 @@ class Member:
             raise failure(self, message)
 
 
+@dataclass(slots=True)
+class Stops:
+    """Counts how long members have been stopped by a signal."""
+
+    _seconds: dict[int, float] = field(default_factory=dict)  # by rank
+
+    def find(self, members: Sequence[Member], seconds: float) -> Member | None:
+        """Look at members; one of them that has been stopped for STOPPED_S, if any.
+
+        seconds: since the last look.
+        """
+        for member in members:
+            before = self._seconds.get(member.rank, 0.0)
+            self._seconds[member.rank] = before + seconds if member.stopped else 0.0
+        late = [each for each in members if self._seconds[each.rank] >= STOPPED_S]
+        return late[0] if late else None
+
+
 def failure(member: Member, message: object) -> ResourceError:
     """The error of a rank that has sent a last message, or none."""
     if isinstance(message, Failed):
@@ -149,8 +167,7 @@ def wait_for(
         ResourceError: a member has failed or ended, does not answer, or is stopped.
     """
     silent = dict.fromkeys((member.rank for member in members), 0.0)
-    stopped = dict(silent)
-    stage, left = STAGES.index(message), list(members)
+    stage, left, stops = STAGES.index(message), list(members), Stops()
     while not done() or left:
         began = time.monotonic()
         heard = look(members, TICK_S)
@@ -159,6 +176,7 @@ def wait_for(
         for member in left:
             rank = member.rank
             silent[rank] = 0.0 if member in heard else silent[rank] + waited
-            stopped[rank] = stopped[rank] + waited if member.stopped else 0.0
-            if silent[rank] >= patience_s or stopped[rank] >= STOPPED_S:
+            if silent[rank] >= patience_s:
                 raise silence(member, silent[rank])
+        if (stopped := stops.find(left, waited)) is not None:
+            raise silence(stopped, silent[stopped.rank])

@@ -26,8 +26,9 @@ from lowbit.formats.kv_cache import FP32_CACHE
 from lowbit.runtime.backends.exchange import PartedError
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.parallel import crew as crews
+from lowbit.runtime.engine.parallel import members as each_member
 from lowbit.runtime.engine.parallel.crew import Crew, load_shared, start_crew
-from lowbit.runtime.engine.parallel.members import Member
+from lowbit.runtime.engine.parallel.members import DOING, Member
 from lowbit.runtime.engine.parallel.messages import Arrived, Failed, Setup, encoded
 from lowbit.runtime.models.shared_decoder import DropPass
 from lowbit.runtime.state.device_state import CacheSize
@@ -289,6 +290,27 @@ def test_one_that_was_stopped_in_a_step_is_named(
     os.waitid(os.P_PID, second.process.pid, os.WSTOPPED | os.WNOWAIT)
     with pytest.raises(ResourceError, match=r"rank 2 \(process \d+\) was stopped"):
         crew.run(TASK, fails)
+    crew.close()
+
+
+def test_one_that_stays_stopped_in_a_step_ends_all(
+    member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before an exchange gives up; the task ends with that process."""
+    monkeypatch.setattr(crews, "LOOK_S", 0.01)
+    monkeypatch.setattr(each_member, "STOPPED_S", 0.05)
+    other, stopped = member(READS), member(READS)
+    crew = Crew([other, stopped], NoExchange(), 1)
+    stopped.process.send_signal(signal.SIGSTOP)
+
+    def exchange() -> None:
+        stopped.process.wait(WAIT_S)
+        fails()
+
+    with pytest.raises(ResourceError, match=rf"rank 2 .* was stopped while {DOING[0]}$") as found:
+        crew.run(TASK, exchange)
+    assert "debugger" in str(found.value.hint)
+    assert str(crew.problem) == str(found.value)
     crew.close()
 
 

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from lowbit.runtime.engine.parallel import gpus
+from lowbit.runtime.engine.parallel import gpus, members
 from lowbit.runtime.engine.parallel.gpus import Watch
 
 WAIT_S = 30.0
@@ -22,6 +23,10 @@ class Process:
         return self.code
 
 
+def rank(number: int, process: Process, stopped: bool = False) -> Any:
+    return SimpleNamespace(rank=number, process=process, stopped=stopped)
+
+
 @pytest.fixture(autouse=True)
 def _short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "LOOK_S", 0.001)
@@ -29,7 +34,7 @@ def _short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_that_has_ended() -> None:
     aborted = torch.zeros(1, dtype=torch.int32)
-    watch = Watch([Process(), Process(-9)], aborted)
+    watch = Watch([rank(1, Process()), rank(2, Process(-9))], aborted)
     watch.thread.join(WAIT_S)
     assert watch.aborted
     assert aborted.tolist() == [1]
@@ -37,7 +42,19 @@ def test_one_that_has_ended() -> None:
 
 def test_one_that_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "EXCHANGE_S", -1.0)
-    watch = Watch([Process()], torch.zeros(1, dtype=torch.int32))
+    watch = Watch([rank(1, Process())], torch.zeros(1, dtype=torch.int32))
+    with watch.waiting():
+        watch.thread.join(WAIT_S)
+    assert watch.aborted
+
+
+def test_one_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be, as long as nobody waits for it."""
+    monkeypatch.setattr(members, "STOPPED_S", 0.002)
+    process = Process()
+    watch = Watch([rank(1, process, stopped=True)], torch.zeros(1, dtype=torch.int32))
+    while len(process.looked) < 5:
+        assert not watch.aborted
     with watch.waiting():
         watch.thread.join(WAIT_S)
     assert watch.aborted
@@ -45,7 +62,7 @@ def test_one_that_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_aborted_while_all_is_well() -> None:
     process = Process()
-    watch = Watch([process], torch.zeros(1, dtype=torch.int32))
+    watch = Watch([rank(1, process)], torch.zeros(1, dtype=torch.int32))
     while not process.looked:
         with watch.waiting():
             pass

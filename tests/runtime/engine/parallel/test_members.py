@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lowbit.formats.errors import ResourceError
 from lowbit.runtime.engine.parallel import members as each_member
-from lowbit.runtime.engine.parallel.members import Member, look, wait_for
+from lowbit.runtime.engine.parallel.members import Member, Stops, look, wait_for
 from lowbit.runtime.engine.parallel.messages import (
     Arrived,
     Failed,
@@ -81,6 +83,17 @@ def test_all_come_to_a_stage(rank: Callable[[], Rank]) -> None:
     first.says(Ready())
     wait_for([first.member, second.member], Ready, LONG_S)
     assert first.member.doing == "running steps"
+
+
+def test_a_member_may_be_stopped_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks count, each with its time; whoever goes on begins anew."""
+    monkeypatch.setattr(each_member, "STOPPED_S", 3.0)
+    each: Any = [SimpleNamespace(rank=1, stopped=False), SimpleNamespace(rank=2, stopped=False)]
+    stops, found = Stops(), []
+    for stopped in (True, True, False, True, True, True):
+        each[1].stopped = stopped
+        found.append(stops.find(each, 1.0))
+    assert found == [None] * 5 + [each[1]]
 
 
 @pytest.mark.parametrize(
