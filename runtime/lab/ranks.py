@@ -2,26 +2,36 @@
 
 from dataclasses import dataclass
 
-from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, kv_bytes, state_bytes
+import torch
+
+from lowbit.formats.architectures.footprint import kv_bytes, state_bytes
 from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.kv_cache import plain_cache
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.runtime.engine.load import check_device
 from lowbit.runtime.engine.load_options import LoadOptions
-from lowbit.runtime.lab.expected import DTYPE, WORKSPACE, open_headers
+from lowbit.runtime.engine.memory import HEADROOM, Account, asked_cache
+from lowbit.runtime.lab.expected import DTYPE, open_headers
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.models.shards import SAME_TOKENS, check_ranks, ranks_that_fit, shard_of
+from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.weights.share import Share
+
+# Of a process, beside what `load` counts: 180 MB measured. What they take of a GPU is not free any
+# more when that is asked.
+LIBRARIES = {"cpu": 200 << 20, "cuda": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class RankDemand:
-    """Bytes of a rank."""
+    """Bytes of a rank, as `load` counts them, with its libraries."""
 
     rank: int
     weights: int
     cache: int  # keys and values of one sequence
     states: int  # recurrent states of one sequence
-    buffers: int  # libraries, activations, what ranks exchange
+    # all else: libraries, sampler, snapshots of states, activations, graphs, the exchange
+    buffers: int
 
     @property
     def total(self) -> int:
@@ -36,7 +46,7 @@ class SharedDemand:
     ranks: tuple[RankDemand, ...]
     fitting: tuple[int, ...]  # numbers of ranks that divide its heads, widths and groups
     context: int  # tokens of the sequence
-    fits: bool | None  # in free memory; None if the system does not tell
+    fits: bool | None  # in free memory; None if the system does not tell, or has no such device
     tokens: str  # how they compare with those of one process
     refused: str | None  # why this device does not run it; None where it does
 
@@ -55,29 +65,38 @@ def shared_demand(name: str, device: str, ranks: int) -> SharedDemand:
     """
     opened, _ = open_headers(name)
     check_ranks(opened, ranks)
-    context = min(DEFAULT_CONTEXT, opened.config.max_position_embeddings)
-    each = tuple(_demand(opened, Share(rank, ranks), device, context) for rank in range(ranks))
-    free, needed = free_bytes(device), [rank.total for rank in each]
+    accounts = [_account(opened, Share(rank, ranks), device) for rank in range(ranks)]
+    size = asked_cache(accounts[0], LoadOptions(max_sequences=1), 0)
+    each = tuple(_demand(account, rank, size) for rank, account in enumerate(accounts))
+    there = device == "cpu" or torch.cuda.is_available()
+    free, needed = free_bytes(device) if there else None, [rank.total for rank in each]
     most = sum(needed) if device == "cpu" else max(needed)
     return SharedDemand(
         ranks=each,
         fitting=ranks_that_fit(opened),
-        context=context,
+        context=size.context,
         fits=None if free is None else most <= free,
         tokens=SAME_TOKENS[device],
         refused=_refused(device, ranks),
     )
 
 
-def _demand(opened: OpenedModel, share: Share, device: str, context: int) -> RankDemand:
-    shard = shard_of(opened, share)
-    return RankDemand(
-        rank=share.rank,
-        weights=shard.weight_bytes(device, DTYPE),
-        cache=kv_bytes(shard.config, context, DTYPE.itemsize),
-        states=state_bytes(shard.config, DTYPE.itemsize),
-        buffers=WORKSPACE[device],
+def _account(opened: OpenedModel, share: Share, device: str) -> Account:
+    """Memory of a rank; tokenizers are no part of headers, so that all rows count as tokens."""
+    rows = opened.config.vocab_size
+    return Account(
+        shard_of(opened, share), device, DTYPE, plain_cache(DTYPE), rows, ranks=share.ranks
     )
+
+
+def _demand(account: Account, rank: int, size: CacheSize) -> RankDemand:
+    shard = account.opened
+    whole = int(account.needed(size, size.all_pages) * HEADROOM) // account.processes
+    weights = shard.weight_bytes(account.device, DTYPE)
+    cache = kv_bytes(shard.config, size.context, DTYPE.itemsize)
+    states = state_bytes(shard.config, DTYPE.itemsize)
+    buffers = whole + LIBRARIES[account.device] - weights - cache - states
+    return RankDemand(rank, weights, cache, states, buffers)
 
 
 def _refused(device: str, ranks: int) -> str | None:

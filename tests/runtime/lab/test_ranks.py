@@ -9,7 +9,11 @@ import torch
 from click.testing import CliRunner, Result
 
 from lowbit.formats.errors import LowbitError, RequestError, ResourceError
+from lowbit.formats.kv_cache import plain_cache
 from lowbit.runtime.cli.main import main
+from lowbit.runtime.engine import memory
+from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.engine.memory import Account, choose_cache
 from lowbit.runtime.lab import expected, ranks
 from lowbit.runtime.lab.ranks import shared_demand
 from lowbit.runtime.models.loader import open_model
@@ -47,7 +51,27 @@ def test_each_rank_counts_its_shard(folder: str) -> None:
     assert shared.refused is None
 
 
-@pytest.mark.parametrize(("free", "fits"), [(None, None), (10**12, True), (10**9, False)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_its_memory_is_what_loading_asks_for(
+    folder: str, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """In less there is no room for the sequence; GPUs are counted one by one."""
+    monkeypatch.setattr(ranks, "free_bytes", lambda device: None)
+    shared = shared_demand(folder, device, 2)
+    needed = [each.total - ranks.LIBRARIES[device] for each in shared.ranks]
+    free = sum(needed) if device == "cpu" else max(needed)
+    shard = shard_of(open_model(Path(folder)), Share(0, 2))
+    kinds = torch.bfloat16, plain_cache(torch.bfloat16), shard.config.vocab_size
+    account = Account(shard, device, *kinds, ranks=2)
+    options = LoadOptions(context=shared.context, max_sequences=1)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free + 4096)
+    assert choose_cache(account, options).context == shared.context
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free - 4096)
+    with pytest.raises(ResourceError, match="needs"):
+        choose_cache(account, options)
+
+
+@pytest.mark.parametrize(("free", "fits"), [(None, None), (10**12, True), (10**8, False)])
 def test_free_memory(
     folder: str, monkeypatch: pytest.MonkeyPatch, free: int | None, fits: bool | None
 ) -> None:
@@ -73,6 +97,18 @@ def test_a_device_that_does_not_run_it_says_so(
     demand = shared_demand(folder, "cuda", 2)
     assert demand.refused == "is not implemented yet; use another"
     assert demand.tokens == SAME_TOKENS["cuda"]
+
+
+def test_gpus_that_are_not_there_are_counted_too(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    demand = shared_demand(folder, "cuda", 2)
+    assert demand.fits is None
+    assert "2 processes need as many GPUs" in str(demand.refused)
+    graphs_and_exchange = memory.GPU_WORKSPACE + memory.SHARED_WORKSPACE
+    assert all(each.buffers > graphs_and_exchange for each in demand.ranks)
 
 
 def test_doctor_shows_a_row_for_each_rank(run: Callable[..., Result], folder: str) -> None:
