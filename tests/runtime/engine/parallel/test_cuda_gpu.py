@@ -1,6 +1,7 @@
 """Two ranks answer as one does: on two GPUs, or on one that takes their kernels in turn."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.runtime.engine.parallel import members
 
 pytestmark = pytest.mark.gpu
 
@@ -144,6 +146,17 @@ def test_a_killed_process_ends_all(under_way: bool) -> None:
         with pytest.raises(ResourceError, match=ENDED):
             list(model.engine.generate(PROMPTS[0], GREEDY, 2))
         assert model.crew.problem is not None
+
+
+def test_a_stopped_process_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "STOPPED_S", 1.0)
+    with closing(lowbit.load(MODELS / "tiny-qwen3", **SIZES, **PACKED, **TWO)) as model:
+        assert model.crew is not None
+        handle = model.engine.generate(PROMPTS[0], GREEDY, 200)
+        next(handle)
+        model.crew.members[0].process.send_signal(signal.SIGSTOP)
+        with pytest.raises(ResourceError, match=r"rank 1 .* was stopped while running steps"):
+            list(handle)
 
 
 def test_refusals() -> None:
