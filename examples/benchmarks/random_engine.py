@@ -110,6 +110,10 @@ class RandomWeights:
         x = 0.02 * torch.randn(self.shapes[name], device=self.device)
         return (x.abs() if name.endswith("A_log") else x).to(dtype or torch.bfloat16)
 
+    def table(self, module: str) -> Tensor:
+        """An embedding in BF16."""
+        return self.tensor(f"{module}.weight")
+
     def dense(self, weight: Tensor, module: str = "") -> GpuLinear | CpuLinear:
         """A tied head, or a small linear of a drafter."""
         if len(weight) < MOST_DENSE:
