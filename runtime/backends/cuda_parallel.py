@@ -18,6 +18,7 @@ from lowbit.runtime.backends.cuda_experts import mixture
 from lowbit.runtime.kernels.delta.decode import delta_decode, delta_decode_parts
 from lowbit.runtime.kernels.delta.prefill import delta_prefill
 from lowbit.runtime.kernels.exchange import exchange_columns, exchange_sum, sum_pushed
+from lowbit.runtime.kernels.exchange_wide import exchange_wide, takes_wide
 from lowbit.runtime.kernels.launch.choose import choose as choose_product
 from lowbit.runtime.kernels.launch.delta import norms_later
 from lowbit.runtime.kernels.launch.device import card_of
@@ -118,8 +119,7 @@ class RankOps:
     ) -> Tensor:
         """Add the output of a mixture of experts, each with a part of its width; see `Ops.moe`."""
         parts = cast("ExpertWeights[GpuLinear]", experts)
-        partial = mixture(x, norm, eps, parts, residual=self.zeros[: len(x)])
-        return exchange_sum(partial, x, self.peers, x.dtype)
+        return self._total(mixture(x, norm, eps, parts, self.zeros[: len(x)]), x, x.dtype)
 
     def delta_linear(
         self,
@@ -141,6 +141,12 @@ class RankOps:
         advance = delta_prefill if step.prompt else delta_decode
         return self._sum(advance(*inputs), form, residual)
 
+    def _total(self, partial: Tensor, added: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """All ranks' partial sums and what is added, rounded to a dtype."""
+        if takes_wide(partial, self.peers, dtype):
+            return exchange_wide(partial, added, self.peers)
+        return exchange_sum(partial, added, self.peers, dtype)
+
     def _sum(
         self,
         x: Tensor,
@@ -152,7 +158,7 @@ class RankOps:
         """`added + x @ w.T`, the sum of all ranks' parts; squares: see `partial_product`."""
         dtype = x.dtype
         if added is None or not isinstance(w, TiledLinear) or not pushes(w, len(x), card_of(x)):
-            return exchange_sum(partial_product(x, w, squares, eps), added, self.peers, dtype)
+            return self._total(partial_product(x, w, squares, eps), added, dtype)
         y = added.new_empty((1, w.N), dtype=dtype)
         gemv_pushed(x, w, self.peers, squares, eps)
         sum_pushed(y, added, self.peers)

@@ -15,6 +15,8 @@ from torch.distributed import _symmetric_memory as symmetric
 from lowbit.formats.errors import ResourceError
 from lowbit.runtime.backends.exchange import Exchange, PartedError, keep_in_forks
 from lowbit.runtime.kernels.exchange import PROGRAMS, PUSHED_PROGRAMS, buffer_words
+from lowbit.runtime.kernels.exchange_wide import PROGRAMS as WIDE_PROGRAMS
+from lowbit.runtime.kernels.exchange_wide import wide_room
 from lowbit.runtime.kernels.ptx.peers import Peers
 from lowbit.runtime.weights.share import Share
 
@@ -58,7 +60,9 @@ def check_devices(devices: Sequence[int]) -> None:
                 )
 
 
-def open_peers(exchange: Exchange, devices: Sequence[int], store: Path, meet_s: float) -> Peers:
+def open_peers(
+    exchange: Exchange, devices: Sequence[int], store: Path, meet_s: float, wide_values: int
+) -> Peers:
     """This rank's buffer, and the others' as its GPU sees them; all ranks call it together.
 
     PyTorch exchanges the buffers among the processes of its default group, which is made for that
@@ -69,6 +73,7 @@ def open_peers(exchange: Exchange, devices: Sequence[int], store: Path, meet_s: 
         devices: number of the GPU of each rank; this one's is current.
         store: path of a file that all ranks can write, in a folder of theirs.
         meet_s: longest time that a rank waits for another.
+        wide_values: most numbers of a chunk of a prompt, see `exchange_wide`.
 
     Raises:
         ResourceError: this process has a group of its own, or memory cannot be shared.
@@ -82,6 +87,8 @@ def open_peers(exchange: Exchange, devices: Sequence[int], store: Path, meet_s: 
         )
     share = exchange.share
     device = torch.device("cuda", devices[share.rank])
+    start = 8 * buffer_words(share.ranks)
+    room = wide_room(share.ranks, wide_values, start)
     settings = {NO_MULTICAST: "1", LOOPBACK: "lo"}
     if len(set(devices)) < len(devices):
         settings[SAME_DEVICE] = "1"
@@ -89,9 +96,7 @@ def open_peers(exchange: Exchange, devices: Sequence[int], store: Path, meet_s: 
         try:
             _join(share, store, meet_s)
             # `symmetric.empty` takes from a pool, in which a tensor has no address of its own.
-            own = _SymmetricMemory.empty_strided_p2p(
-                (buffer_words(share.ranks),), (1,), torch.int64, device
-            )
+            own = _SymmetricMemory.empty_strided_p2p((room.size // 8,), (1,), torch.int64, device)
             own.zero_()
             torch.cuda.synchronize(device)  # before another rank has the address
             group: Any = distributed.group.WORLD
@@ -116,6 +121,9 @@ def open_peers(exchange: Exchange, devices: Sequence[int], store: Path, meet_s: 
         counters=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
         numbers=torch.zeros(PUSHED_PROGRAMS, dtype=torch.int32, device=device),
         aborted=torch.zeros(1, dtype=torch.int32, pin_memory=True),
+        wide_start=start,
+        wide_values=wide_values,
+        wide_counters=torch.zeros(WIDE_PROGRAMS, dtype=torch.int32, device=device),
         mapping=handle,
     )
 

@@ -134,7 +134,13 @@ def load(
         if device != "cpu":
             needed = decided.account.needed(cache, cache.all_pages)
             gpus = options.gpus
-            setup = replace(setup, devices=gpus, vocabulary=vocabulary, gpu_bytes=needed)
+            setup = replace(
+                setup,
+                devices=gpus,
+                vocabulary=vocabulary,
+                gpu_bytes=needed,
+                wide_values=CHUNK * opened.config.hidden_size,
+            )
         crew, decoder = load_shared(setup, shard)
     else:
         decoder = load_decoder(opened, device, dtype, cache.context, launches)

@@ -31,7 +31,8 @@ def meet_gpus(setup: Setup, exchange: Exchange) -> "Peers | None":
     from lowbit.runtime.backends.symmetric import open_peers  # needs triton and a GPU
 
     torch.cuda.set_device(setup.devices[setup.share.rank])
-    return open_peers(exchange, setup.devices, setup.store.with_name("buffers"), MEET_S)
+    store = setup.store.with_name("buffers")
+    return open_peers(exchange, setup.devices, store, MEET_S, setup.wide_values)
 
 
 class Watch:

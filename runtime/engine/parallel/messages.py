@@ -45,6 +45,7 @@ class Setup:
     devices: tuple[int, ...] = ()  # number of the GPU of each rank; empty on a CPU
     vocabulary: int = 0  # real tokens, on GPUs
     gpu_bytes: int = 0  # memory that each of these must have free
+    wide_values: int = 0  # of hidden states that are exchanged together, on GPUs
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,9 @@ class Peers:
     counters: Tensor  # [PROGRAMS] int32 on the device, blocks of each program so far
     numbers: Tensor  # [PUSHED_PROGRAMS] int32 on the device, tokens that were pushed so far
     aborted: Tensor  # [1] int32, page-locked memory of the host: not 0 once nobody waits any more
+    wide_start: int  # bytes of the buffer before what `exchange_wide` pushes
+    wide_values: int  # that it takes at most
+    wide_counters: Tensor  # [PROGRAMS] int32 on the device, its launches so far by program
     mapping: object = None  # keeps the other ranks' buffers mapped
 
 
@@ -74,4 +77,81 @@ def await_word(address, number, aborted, inside):
         DONE:
         }""",
         "=&r,l,r,l,r", (address, number, aborted, inside.to(gl.int32)),
+    )  # fmt: skip
+
+
+@gluon.jit
+def push16(address, words, inside):
+    """Store four words at an address of another GPU in lanes that are inside; see `push_number`."""
+    inline(
+        "{.reg .pred p; setp.ne.s32 p, $6, 0; "
+        "@p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;}",
+        "=r,l,r,r,r,r,r", (address,) + words + (inside.to(gl.int32),),
+    )  # fmt: skip
+
+
+@gluon.jit
+def push8(address, words, inside):
+    """Store two words at an address of another GPU, in lanes that are inside; see `push_number`."""
+    inline(
+        "{.reg .pred p; setp.ne.s32 p, $4, 0; "
+        "@p st.global.v2.b32 [$1], {$2, $3}; mov.b32 $0, 0;}",
+        "=r,l,r,r,r", (address,) + words + (inside.to(gl.int32),),
+    )  # fmt: skip
+
+
+@gluon.jit
+def push_number(address, number, inside):
+    """Store a number at an address of another GPU, in lanes that are inside, for `await_number`.
+
+    Who sees it sees what this program had pushed there before its last barrier.
+    """
+    inline(
+        "{.reg .pred p; setp.ne.s32 p, $3, 0; @p fence.acq_rel.sys; "
+        "@p st.relaxed.sys.global.b32 [$1], $2; mov.b32 $0, 0;}",
+        "=r,l,r,r", (address, number, inside.to(gl.int32)),
+    )  # fmt: skip
+
+
+@gluon.jit
+def await_number(address, number, aborted):
+    """Wait for a number at an address of this GPU, or until `aborted` holds anything but 0."""
+    inline(
+        """{
+        .reg .pred done, later;
+        .reg .b32 seen, tries, other;
+        mov.b32 tries, 0;
+        AGAIN:
+        ld.acquire.sys.global.b32 seen, [$1];
+        setp.eq.s32 done, seen, $2;
+        @done bra DONE;
+        add.s32 tries, tries, 1;
+        and.b32 other, tries, 4095;
+        setp.ne.s32 later, other, 0;
+        @later bra AGAIN;
+        ld.relaxed.sys.global.b32 other, [$3];
+        setp.eq.s32 later, other, 0;
+        @later bra AGAIN;
+        DONE:
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r,l", (address, number, aborted),
+    )  # fmt: skip
+
+
+@gluon.jit
+def fetch16(address):
+    """Four words that another GPU has pushed to an address of this one, past `await_number`."""
+    return gl.inline_asm_elementwise(
+        "ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l",
+        [address], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def fetch8(address):
+    """`fetch16` of two words."""
+    return gl.inline_asm_elementwise(
+        "ld.relaxed.sys.global.v2.b32 {$0, $1}, [$2];", "=r,=r,l",
+        [address], dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
     )  # fmt: skip

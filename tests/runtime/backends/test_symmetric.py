@@ -45,7 +45,7 @@ def test_no_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_with_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     with pytest.raises(ResourceError, match=r"a process group of `torch\.distributed`"):
-        symmetric.open_peers(None, (0, 1), None, 1.0)  # type: ignore[arg-type]
+        symmetric.open_peers(None, (0, 1), None, 1.0, 4096)  # type: ignore[arg-type]
 
 
 def test_settings_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,4 +44,33 @@ def leaves_of_peers(memory: Any) -> dict[str, Callable[..., Any]]:
             assert memory.pushed.wait_for(lambda: found() or gone(), PUSHED_S), "no push"
             return lanes(np.where(inside & found(), memory.load(address, 2, False)[0], INT(0)))
 
-    return {"push_word": push_word, "await_word": await_word}
+    def push(address: Any, words: Any, inside: Any) -> None:
+        memory.store(address, words, inside, False)
+
+    def push_number(address: Any, number: Any, inside: Any) -> None:
+        inside = np.broadcast_to(np.asarray(inside, bool), np.shape(address))
+        with memory.pushed:
+            memory.store(address, (np.broadcast_to(number, inside.shape),), inside, False)
+            memory.pushed.notify_all()
+
+    def await_number(address: Any, number: Any, aborted: Any) -> None:
+        def done() -> bool:
+            seen = memory.load(address, 1, False)[0] == number
+            return bool(seen.all() or (np.asarray(memory.load(aborted, 1, False)[0]) != 0).all())
+
+        with memory.pushed:
+            assert memory.pushed.wait_for(done, PUSHED_S), "no push"
+
+    def fetch(words: int) -> Callable[..., Any]:
+        return lambda address: memory.load(address, words, False)
+
+    return {
+        "push_word": push_word,
+        "await_word": await_word,
+        "push16": push,
+        "push8": push,
+        "push_number": push_number,
+        "await_number": await_number,
+        "fetch16": fetch(4),
+        "fetch8": fetch(2),
+    }

@@ -7,7 +7,7 @@ import torch
 from lowbit.runtime.weights.share import Share
 from tests.runtime.kernels.meta_inputs import tiled_experts, weight, zeros
 
-EXCHANGE = {"exchange_sum", "exchange_columns", "exchange_first", "sum_pushed"}
+EXCHANGE = {"exchange_sum", "exchange_columns", "exchange_first", "sum_pushed", "exchange_wide"}
 
 
 def exchanges(full: bool) -> Iterator[str]:
@@ -21,6 +21,8 @@ def exchanges(full: bool) -> Iterator[str]:
         exchange_sum,
         sum_pushed,
     )
+    from lowbit.runtime.kernels.exchange_wide import PROGRAMS as WIDE_PROGRAMS
+    from lowbit.runtime.kernels.exchange_wide import exchange_wide
     from lowbit.runtime.kernels.linear.gemv import gemv_pushed
     from lowbit.runtime.kernels.ptx.peers import Peers
 
@@ -32,10 +34,15 @@ def exchanges(full: bool) -> Iterator[str]:
             counters=torch.empty(PROGRAMS, dtype=torch.int32),
             numbers=torch.empty(PUSHED_PROGRAMS, dtype=torch.int32),
             aborted=torch.empty(1, dtype=torch.int32),
+            wide_start=8 * buffer_words(ranks),
+            wide_values=1024 * 4096,
+            wide_counters=torch.empty(WIDE_PROGRAMS, dtype=torch.int32),
         )
         partial = torch.empty(3, 4096)
         exchange_sum(partial, zeros(3, 4096), peers, torch.bfloat16)
         exchange_sum(partial, None, peers, torch.bfloat16)
+        exchange_wide(torch.empty(300, 4096), zeros(300, 4096), peers)
+        exchange_wide(torch.empty(300, 4096), None, peers)
         widths = (75968,) * (ranks - 1) + (75776,)
         exchange_columns(torch.empty(1, widths[-1]), widths, peers)
         exchange_first(torch.empty(7, 68, dtype=torch.int32)[:, :2], peers)

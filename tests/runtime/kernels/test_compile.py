@@ -407,6 +407,7 @@ def tokens_of(arguments: dict[str, Any]) -> int:
     """Tokens of a step that a launch is for; whole heads, and experts by number, are for many."""
     from lowbit.runtime.kernels.attention.prefill_hopper import PromptPlan
     from lowbit.runtime.kernels.exchange import ExchangePlan
+    from lowbit.runtime.kernels.exchange_wide import WidePlan
     from lowbit.runtime.kernels.experts.int8.grouped import GroupedPlan
     from lowbit.runtime.kernels.experts.int8.lone import LonePlan
     from lowbit.runtime.kernels.linear.gemm import GemmPlan  # binds what `recorded` replaces
@@ -421,7 +422,7 @@ def tokens_of(arguments: dict[str, Any]) -> int:
         return 17 if many else plan.tokens_per_sequence
     if isinstance(plan, GemmPlan):
         return plan.TOKENS
-    if isinstance(plan, PromptPlan | ExchangePlan):
+    if isinstance(plan, PromptPlan | ExchangePlan | WidePlan):
         return 17  # loops of exchanges that wait take some bytes of the stack
     if isinstance(plan, LonePlan | GroupedPlan):
         return plan.B.TOKENS

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.runtime.kernels import exchange
+from lowbit.runtime.kernels import exchange, exchange_wide
 from lowbit.runtime.kernels.exchange import (
     BLOCK,
     PUSHED_PROGRAMS,
@@ -33,6 +33,7 @@ from tests.runtime.kernels.emulator import run_kernel
 T = TypeVar("T")
 PROGRAMS = 2
 LONG = (2 * PROGRAMS + 1) * BLOCK + 77  # three turns of a program, and two of the other
+WIDE = 4 * PROGRAMS * exchange_wide.BLOCK * 2
 here = local()  # the memory that this thread's rank sees
 
 
@@ -44,7 +45,9 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         run_kernel(*arguments, peers=here.memory, **named)
 
     monkeypatch.setattr(exchange, "run", run)
-    monkeypatch.setattr(gemv, "run", run)
+    for module in (gemv, exchange_wide):
+        monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(exchange_wide, "PROGRAMS", PROGRAMS)
     monkeypatch.setattr(exchange, "PROGRAMS", PROGRAMS)
     exchange._plan.cache_clear()
     yield
@@ -53,7 +56,9 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def on_ranks(ranks: int, work: Callable[[Peers], T]) -> list[T]:
     """Results of some work that every rank does, in a thread each."""
-    buffers = [torch.zeros(buffer_words(ranks), dtype=torch.int64) for _ in range(ranks)]
+    start = 8 * buffer_words(ranks)
+    size = exchange_wide.wide_room(ranks, WIDE, start).size
+    buffers = [torch.zeros(size // 8, dtype=torch.int64) for _ in range(ranks)]
     addresses = torch.tensor([each.data_ptr() for each in buffers])
     pushed = Condition()
 
@@ -63,7 +68,8 @@ def on_ranks(ranks: int, work: Callable[[Peers], T]) -> list[T]:
         numbers = torch.zeros(PUSHED_PROGRAMS, dtype=torch.int32)
         aborted = torch.zeros(1, dtype=torch.int32)
         memory = buffers[rank], addresses, counters, numbers, aborted
-        return work(Peers(Share(rank, ranks), *memory))
+        wide = start, WIDE, torch.zeros(PROGRAMS, dtype=torch.int32)
+        return work(Peers(Share(rank, ranks), *memory, *wide))
 
     with ThreadPoolExecutor(ranks) as threads:
         return list(threads.map(run, range(ranks)))
@@ -189,3 +195,46 @@ def test_products_that_push(make_tiled: Callable[..., TiledLinear]) -> None:
     assert not gemv.pushes(w, 2, card)
     assert not gemv.pushes(replace(w, activations="int8"), 1, card)
     assert not gemv.pushes(replace(w, N=MOST_PUSHED + 16), 1, card)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run there")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_of_many_tokens(ranks: int) -> None:
+    """Owners' blocks, ends of blocks and of sets, one launch after the other; as `exchange_sum`."""
+    block = exchange_wide.BLOCK
+    shapes = [(1, 4), (3, block + 20), (1, block * ranks), (7, 1000), (1, 5 * block * ranks - 8)]
+
+    def work(peers: Peers) -> list[bool]:
+        rank, same = peers.share.rank, []
+        for M, N in shapes * 2:
+            parts, added = partials(ranks, M, N), partials(1, N, M)[0].view(M, N).bfloat16()
+            for more in (added, None):
+                y = exchange_wide.exchange_wide(parts[rank], more, peers)
+                same.append(torch.equal(y, exchange_sum_ref(parts, more, torch.bfloat16)))
+        return same
+
+    assert on_ranks(ranks, work) == [[True] * 4 * len(shapes)] * ranks
+
+
+def test_widths_of_exchanges() -> None:
+    """Few numbers are pushed to all at once; more than there is room for, too."""
+    least = exchange_wide.LEAST
+
+    def work(peers: Peers) -> list[bool]:
+        peers = replace(peers, wide_values=2 * least)
+        counts, dtypes = (least - 4, least, 2 * least, 2 * least + 4), (torch.bfloat16, torch.half)
+        found = [exchange_wide.takes_wide(torch.empty(1, n), peers, dtypes[0]) for n in counts]
+        return [*found, exchange_wide.takes_wide(torch.empty(1, least), peers, dtypes[1])]
+
+    assert on_ranks(2, work) == [[False, True, True, False, False]] * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run there")
+def test_nobody_waits_for_many_tokens_once_it_is_aborted() -> None:
+    def work(peers: Peers) -> Tensor | None:
+        if peers.share.rank == 1:
+            return None  # it never comes
+        peers.aborted.fill_(1)
+        return exchange_wide.exchange_wide(torch.ones(1, 9000), None, peers)
+
+    assert on_ranks(2, work)[0] is not None

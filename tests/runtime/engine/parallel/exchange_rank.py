@@ -1,12 +1,13 @@
 """A program: one rank of several that exchange words on GPUs, without a model.
 
 Arguments: rank, ranks, the GPU of each, comma-separated, and a folder that all can write. It prints
-the checks that failed, and the time of an exchange in a graph.
+the checks that failed, and microseconds of an exchange among many in a graph, by rows of 4,096.
 """
 
 import json
 import sys
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from lowbit.runtime.kernels.exchange import (
     exchange_sum_ref,
     sum_pushed,
 )
+from lowbit.runtime.kernels.exchange_wide import exchange_wide
 from lowbit.runtime.kernels.linear.gemv import gemv_pushed, gemv_ref
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, tiled
 from lowbit.runtime.kernels.ptx.peers import Peers
@@ -29,9 +31,10 @@ from lowbit.runtime.weights.share import Share
 
 WAIT_S = 60.0
 REPLAYS = 20
-IN_GRAPH = 8
+IN_GRAPH = 20
 PRODUCTS = ((4, 4096, 6144), (4, 4096, 2048), (8, 4096, 3072))  # of as many rows
-SHAPES = ((1, 64), (1, 4096), (3, 2560), (64, 4096), (300, 2560))
+WIDE = 1024 * 4096
+SHAPES = ((1024, 4096), (1, 64), (1, 4096), (3, 2560), (64, 4096), (300, 2560))
 
 
 def partials(ranks: int, M: int, N: int, seed: int) -> list[Tensor]:
@@ -49,6 +52,10 @@ def failures(peers: Peers) -> list[str]:
         y = exchange_sum(parts[share.rank], added, peers, torch.bfloat16)
         if not torch.equal(y, exchange_sum_ref(parts, added, torch.bfloat16)):
             wrong.append(f"sum {M} x {N}")
+        if peers.wide_values >= M * N:
+            y = exchange_wide(parts[share.rank], added, peers)
+            if not torch.equal(y, exchange_sum_ref(parts, added, torch.bfloat16)):
+                wrong.append(f"wide {M} x {N}")
         widths = tuple(N - 5 * rank for rank in range(share.ranks))
         cut = [part[:, :width].contiguous() for part, width in zip(parts, widths, strict=True)]
         if not torch.equal(exchange_columns(cut[share.rank], widths, peers), torch.cat(cut, 1)):
@@ -85,27 +92,58 @@ def weight(bits: int, N: int, K: int) -> TiledLinear:
     return tiled(PackedLinear(words.to(torch.int32).cuda(), scale.cuda(), bits, 128))
 
 
-def replayed(peers: Peers) -> tuple[list[str], float]:
-    """What a graph that is replayed gets wrong, and the time of one of its exchanges."""
+def replayed(peers: Peers) -> list[str]:
+    """Replays of a graph that give something else than the reference."""
     parts = partials(peers.share.ranks, 1, 4096, 7)
     own, added = parts[peers.share.rank].clone(), torch.zeros(1, 4096, device="cuda").bfloat16()
-    exchange_sum(own, added, peers, torch.bfloat16)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = [exchange_sum(own, added, peers, torch.bfloat16) for _ in range(IN_GRAPH)]
-    wrong, started = [], 0.0
+    graph, found = recorded(lambda: exchange_sum(own, added, peers, torch.bfloat16))
+    wrong = []
     for turn in range(REPLAYS):
         graph.replay()
         expected = exchange_sum_ref([turn * part for part in parts], added, torch.bfloat16)
         torch.cuda.synchronize()
-        if turn == 0:
-            started = time.perf_counter()
-        elif not all(torch.equal(each, expected) for each in found):
+        if turn and not all(torch.equal(each, expected) for each in found):
             wrong.append(f"replay {turn}")
         own.copy_((turn + 1) * parts[peers.share.rank])
-    seconds = time.perf_counter() - started
-    return wrong, 1e6 * seconds / (REPLAYS - 1) / IN_GRAPH
+    return wrong
+
+
+def recorded(launch: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """A graph of IN_GRAPH launches, and what each leaves."""
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [launch() for _ in range(IN_GRAPH)]
+    return graph, found
+
+
+def elapsed_us(work: Callable[[], None]) -> float:
+    """Microseconds of some work on the GPU."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    elapsed: float = begin.elapsed_time(end)
+    return 1e3 * elapsed
+
+
+def times(peers: Peers) -> dict[str, float]:
+    """Microseconds of an exchange of each kind and size."""
+    us = {}
+    for M in (1, 16, 32, 64, 256, 1024):
+        sums = partials(1, M, 4096, M)[0]
+        added = sums.bfloat16()
+        launches = {
+            "sum": partial(exchange_sum, sums, added, peers, torch.bfloat16),
+            "wide": partial(exchange_wide, sums, added, peers),
+        }
+        for kind, launch in launches.items():
+            graph, _ = recorded(launch)
+            graph.replay()
+            us[f"{kind} {M}"] = round(elapsed_us(graph.replay) / IN_GRAPH, 1)
+    return us
 
 
 def main() -> None:
@@ -114,11 +152,12 @@ def main() -> None:
     devices = tuple(map(int, sys.argv[3].split(",")))
     torch.cuda.set_device(devices[rank])
     exchange = meet(Share(rank, ranks), folder / "store", WAIT_S, WAIT_S)
-    peers = open_peers(exchange, devices, folder / "buffers", WAIT_S)
+    peers = open_peers(exchange, devices, folder / "buffers", WAIT_S, WIDE)
     wrong = failures(peers) + pushed_failures(peers) + failures(peers)
-    later, each_us = replayed(peers)
+    wrong += replayed(peers)
+    us = times(peers)
     exchange.total(torch.zeros(1))  # nobody ends before all are done
-    print(json.dumps({"wrong": wrong + later, "us": each_us}))
+    print(json.dumps({"wrong": wrong, "us": us}))
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def test_exchanges_of_processes(tmp_path: Path, ranks: int) -> None:
     found = [each.communicate(timeout=240)[0] for each in processes]
     assert [each.returncode for each in processes] == [0] * ranks
     for each in map(json.loads, found):
-        print(f"an exchange takes {each['us']:.1f} us")
+        print(f"microseconds of exchanges: {each['us']}")
         assert each["wrong"] == []
 
 
