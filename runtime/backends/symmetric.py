@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch.distributed import _symmetric_memory as symmetric
 
 from lowbit.formats.errors import ResourceError
 from lowbit.runtime.backends.exchange import Exchange, PartedError, keep_in_forks
-from lowbit.runtime.kernels.exchange import PROGRAMS, PUSHED_PROGRAMS, buffer_words
-from lowbit.runtime.kernels.exchange_wide import PROGRAMS as WIDE_PROGRAMS
+from lowbit.runtime.backends.peers import new_peers
+from lowbit.runtime.kernels.exchange import buffer_words
 from lowbit.runtime.kernels.exchange_wide import wide_room
 from lowbit.runtime.kernels.ptx.peers import Peers
 from lowbit.runtime.weights.share import Share
@@ -28,7 +29,7 @@ BACKEND = "cpu:gloo"
 
 
 def check_devices(devices: Sequence[int]) -> None:
-    """Refuse GPUs that are not there, or do not reach each other's memory.
+    """Refuse GPUs that are not there, or of different kinds.
 
     devices: number of the GPU of each rank.
 
@@ -49,15 +50,15 @@ def check_devices(devices: Sequence[int]) -> None:
             f"GPUs of different kinds do not share a model yet: {', '.join(names)}",
             hint="choose some of one kind in the environment variable CUDA_VISIBLE_DEVICES",
         )
-    for one in set(devices):
-        for other in set(devices) - {one}:
-            if not torch.cuda.can_device_access_peer(one, other):
-                raise ResourceError(
-                    f"GPU {one} does not reach the memory of GPU {other}, by which GPUs share a "
-                    "model",
-                    hint="choose others in the environment variable CUDA_VISIBLE_DEVICES, or serve "
-                    "the same folder with vLLM",
-                )
+
+
+def reach_each_other(devices: Sequence[int]) -> bool:
+    """True if every GPU can write the memory of all others; else there is `host_memory`.
+
+    devices: number of the GPU of each rank.
+    """
+    pairs = permutations(set(devices), 2)
+    return all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs)
 
 
 def open_peers(
@@ -87,8 +88,7 @@ def open_peers(
         )
     share = exchange.share
     device = torch.device("cuda", devices[share.rank])
-    start = 8 * buffer_words(share.ranks)
-    room = wide_room(share.ranks, wide_values, start)
+    room = wide_room(share.ranks, wide_values, 8 * buffer_words(share.ranks))
     settings = {NO_MULTICAST: "1", LOOPBACK: "lo"}
     if len(set(devices)) < len(devices):
         settings[SAME_DEVICE] = "1"
@@ -114,18 +114,7 @@ def open_peers(
         finally:
             if distributed.is_initialized():
                 distributed.destroy_process_group()
-    return Peers(
-        share,
-        own=own,
-        addresses=torch.tensor(pointers, dtype=torch.int64, device=device),
-        counters=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
-        numbers=torch.zeros(PUSHED_PROGRAMS, dtype=torch.int32, device=device),
-        aborted=torch.zeros(1, dtype=torch.int32, pin_memory=True),
-        wide_start=start,
-        wide_values=wide_values,
-        wide_counters=torch.zeros(WIDE_PROGRAMS, dtype=torch.int32, device=device),
-        mapping=handle,
-    )
+    return new_peers(share, own, pointers, device, wide_values, handle)
 
 
 def _join(share: Share, store: Path, meet_s: float) -> None:

@@ -7,6 +7,10 @@ from lowbit.formats.layout.recipes import GROUP_SIZE
 from lowbit.formats.shell.output import note
 from lowbit.runtime.engine.load_options import DEFAULT_ACTIVATIONS, DEFAULT_VISION_DEVICE
 
+THROUGH_HOST = (
+    "the GPUs do not reach each other's memory, and exchange through the host's, which is slower"
+)
+
 if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model
 
@@ -28,6 +32,8 @@ def note_choices(model: "Model") -> None:
 
         ranks, tokens = options.tensor_parallel, SAME_TOKENS[model.device]
         note(f"--tensor-parallel {ranks}: as many processes share the model; {tokens}")
+        if model.crew.through_host:
+            note(f"--tensor-parallel {ranks}: {THROUGH_HOST}")
     if options.activations != DEFAULT_ACTIVATIONS:
         note(f"activations: {options.activations} in all quantized linears but the head")
     if options.quantize is not None:

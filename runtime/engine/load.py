@@ -133,14 +133,7 @@ def load(
         setup = Setup(folder, options, shard.share, Path(), *sizes)
         if device != "cpu":
             needed = decided.account.needed(cache, cache.all_pages)
-            gpus = options.gpus
-            setup = replace(
-                setup,
-                devices=gpus,
-                vocabulary=vocabulary,
-                gpu_bytes=needed,
-                wide_values=CHUNK * opened.config.hidden_size,
-            )
+            setup = _on_gpus(setup, opened.config.hidden_size, vocabulary, needed)
         crew, decoder = load_shared(setup, shard)
     else:
         decoder = load_decoder(opened, device, dtype, cache.context, launches)
@@ -263,6 +256,21 @@ def check_device(dtype: torch.dtype, options: LoadOptions, device: str) -> None:
         from lowbit.runtime.backends.symmetric import check_devices  # needs triton and a GPU
 
         check_devices(options.gpus)
+
+
+def _on_gpus(setup: Setup, hidden: int, vocabulary: int, needed: int) -> Setup:
+    """The setup of ranks on GPUs; see `Setup`."""
+    from lowbit.runtime.backends.symmetric import reach_each_other  # needs triton and a GPU
+
+    gpus = setup.options.gpus
+    return replace(
+        setup,
+        devices=gpus,
+        vocabulary=vocabulary,
+        gpu_bytes=needed,
+        wide_values=CHUNK * hidden,
+        through_host=not reach_each_other(gpus),
+    )
 
 
 def _open(

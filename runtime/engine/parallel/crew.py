@@ -102,6 +102,11 @@ class Crew:
         self._worker.start()
 
     @property
+    def through_host(self) -> bool:
+        """True if GPUs exchange through memory of the host."""
+        return self.peers is not None and self.peers.own.is_cpu
+
+    @property
     def problem(self) -> LowbitError | None:
         """Why no task runs any more: a step that has failed, or a process that has ended."""
         if self._lost is None and any(each.process.poll() is not None for each in self.members):

@@ -28,11 +28,13 @@ def meet_gpus(setup: Setup, exchange: Exchange) -> "Peers | None":
     """
     if not setup.devices:
         return None
-    from lowbit.runtime.backends.symmetric import open_peers  # needs triton and a GPU
+    from lowbit.runtime.backends import host_memory, symmetric  # need triton and a GPU
 
     torch.cuda.set_device(setup.devices[setup.share.rank])
     store = setup.store.with_name("buffers")
-    return open_peers(exchange, setup.devices, store, MEET_S, setup.wide_values)
+    if setup.through_host:
+        return host_memory.open_peers(exchange, setup.devices, store, setup.wide_values)
+    return symmetric.open_peers(exchange, setup.devices, store, MEET_S, setup.wide_values)
 
 
 class Watch:

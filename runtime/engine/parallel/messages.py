@@ -46,6 +46,7 @@ class Setup:
     vocabulary: int = 0  # real tokens, on GPUs
     gpu_bytes: int = 0  # memory that each of these must have free
     wide_values: int = 0  # of hidden states that are exchanged together, on GPUs
+    through_host: bool = False  # GPUs do not reach each other's memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from torch import distributed
 
 from lowbit.formats.errors import ResourceError
 from lowbit.runtime.backends import symmetric
-from lowbit.runtime.backends.symmetric import NO_MULTICAST, check_devices
+from lowbit.runtime.backends.symmetric import NO_MULTICAST, check_devices, reach_each_other
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +36,12 @@ def test_different_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CUDA_VISIBLE_DEVICES" in str(found.value.hint)
 
 
-def test_no_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
-    with pytest.raises(ResourceError, match=r"GPU 0 does not reach the memory of GPU 1"):
-        check_devices((0, 1))
+def test_those_that_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reach_each_other((0, 1))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one < other)
+    check_devices((0, 1))
+    assert not reach_each_other((0, 1))  # both have to
+    assert reach_each_other((0, 0))
 
 
 def test_a_process_with_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

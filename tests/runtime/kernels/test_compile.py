@@ -53,18 +53,10 @@ REGISTERS = 65536  # of a multiprocessor
 SPILLED = 200  # bytes of a thread that several tokens may cost, so that two programs find room
 EPS = 1e-6
 
-DECODE = {
-    "gemv_one",
-    "gemv_several",
-    "dense_gemv",
-    "recurrence",
-    "embed",
-    "embed_packed",
-    "rms_norm",
-}
+DECODE = {"gemv_one", "gemv_several", "dense_gemv", "recurrence", "embed", "embed_packed"}
+DECODE |= {"digits", "gemv_join", "norm_heads", "rms_norm", "gemv_int8", "mma_int8", "quantize"}
 DECODE |= {"attention_whole", "attention_whole_splits", "attention_split", "attention_join"}
 DECODE |= CHOICE | BLOCKS | ROUNDS | EXPERTS_DECODE | EXCHANGE
-DECODE |= {"digits", "gemv_join", "norm_heads", "gemv_int8", "mma_int8", "quantize"}
 HOPPER = {"wgmma", "gemm_int8"}
 PREFILL = {"widen", "swiglu", "rotate_append", "attend", "mix", "chunk", "scan", "gated_norm"}
 PREFILL |= EXPERTS_PREFILL

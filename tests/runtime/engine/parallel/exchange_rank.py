@@ -1,7 +1,8 @@
 """A program: one rank of several that exchange words on GPUs, without a model.
 
-Arguments: rank, ranks, the GPU of each, comma-separated, and a folder that all can write. It prints
-the checks that failed, and microseconds of an exchange among many in a graph, by rows of 4,096.
+Arguments: rank, ranks, the GPU of each, comma-separated, a folder that all can write, and `host` to
+exchange through memory of the host. It prints the checks that failed, and microseconds of an
+exchange among many in a graph, by rows of 4,096.
 """
 
 import json
@@ -13,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lowbit.runtime.backends import host_memory, symmetric
 from lowbit.runtime.backends.exchange import meet
-from lowbit.runtime.backends.symmetric import open_peers
 from lowbit.runtime.kernels.exchange import (
     exchange_columns,
     exchange_first,
@@ -152,7 +153,10 @@ def main() -> None:
     devices = tuple(map(int, sys.argv[3].split(",")))
     torch.cuda.set_device(devices[rank])
     exchange = meet(Share(rank, ranks), folder / "store", WAIT_S, WAIT_S)
-    peers = open_peers(exchange, devices, folder / "buffers", WAIT_S, WIDE)
+    if sys.argv[5:] == ["host"]:
+        peers = host_memory.open_peers(exchange, devices, folder / "buffers", WIDE)
+    else:
+        peers = symmetric.open_peers(exchange, devices, folder / "buffers", WAIT_S, WIDE)
     wrong = failures(peers) + pushed_failures(peers) + failures(peers)
     wrong += replayed(peers)
     us = times(peers)

@@ -14,6 +14,8 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.runtime.backends import symmetric
+from lowbit.runtime.cli.notes import THROUGH_HOST, note_choices
 from lowbit.runtime.engine.parallel import members
 
 pytestmark = pytest.mark.gpu
@@ -56,13 +58,13 @@ def assert_same(one: lowbit.Model, prompt: list[int], a: list[int], b: list[int]
     assert gap <= 2 * CLOSE * float(logits.abs().max()), f"token {at}: {a[at]} and {b[at]}"
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_exchanges_of_processes(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "way"), [(2, "peers"), (3, "peers"), (2, "host")])
+def test_exchanges_of_processes(tmp_path: Path, ranks: int, way: str) -> None:
     program = "tests.runtime.engine.parallel.exchange_rank"
     devices = ",".join(map(str, GPUS if ranks == 2 else [0] * ranks))
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", program, str(rank), str(ranks), devices, str(tmp_path)],
+            [sys.executable, "-m", program, str(rank), str(ranks), devices, str(tmp_path), way],
             stdout=subprocess.PIPE,
             cwd=ROOT,
         )
@@ -157,6 +159,22 @@ def test_a_stopped_process_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
         model.crew.members[0].process.send_signal(signal.SIGSTOP)
         with pytest.raises(ResourceError, match=r"rank 1 .* was stopped while running steps"):
             list(handle)
+
+
+def test_gpus_that_do_not_reach_each_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They exchange through the host's memory, and give the same tokens."""
+    answers = []
+    for reaches in (True, False):
+        monkeypatch.setattr(symmetric, "reach_each_other", lambda _, reaches=reaches: reaches)
+        with closing(lowbit.load(MODELS / "tiny-qwen3", **SIZES, **PACKED, **TWO)) as model:
+            assert model.crew is not None
+            assert model.crew.through_host is not reaches
+            note_choices(model)
+            assert (THROUGH_HOST in capsys.readouterr().err) is not reaches
+            answers.append(list(model.engine.generate(PROMPTS[2], GREEDY, COUNT)))
+    assert answers[0] == answers[1]
 
 
 def test_refusals() -> None:
