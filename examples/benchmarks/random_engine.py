@@ -23,9 +23,9 @@ from lowbit.runtime.engine.chunks import new_chunks
 from lowbit.runtime.engine.draft.block import new_blocks
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import snapshots_for
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.plan import OpenRow
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
 from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.experts.tiled import TiledExperts

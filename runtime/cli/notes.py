@@ -20,7 +20,7 @@ def note_choices(model: "Model") -> None:
     options = model.options
     for text in model.opened.checkpoint.notes:
         note(text)
-    if options.speculate == "auto" and options.drafter is None and not model.opened.head:
+    if options.speculate == "auto" and options.drafter is None and not model.opened.drafts:
         note("--speculate auto: the model has no MTP head, so that drafts come from n-grams alone")
     if model.sequences.reason is not None:
         note(f"--sequences: {model.sequences.count}, {model.sequences.reason}")

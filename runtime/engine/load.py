@@ -31,11 +31,11 @@ from lowbit.runtime.engine.memory import (
     choose_sequences,
 )
 from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.parallel.crew import Crew, load_shared
 from lowbit.runtime.engine.parallel.link import GpuLink
 from lowbit.runtime.engine.parallel.messages import Setup
 from lowbit.runtime.engine.plan import CHUNK
-from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.vision import Vision, open_vision
 from lowbit.runtime.engine.vision_place import place_tower
 from lowbit.runtime.models.input_power import calibration_ids, check_searched, input_power
@@ -90,7 +90,7 @@ def load(
     dtype = options.dtype or torch.bfloat16
     check_device(dtype, options, device)
     if device != "cpu" and options.tensor_parallel > 1:
-        options = replace(options, speculate=options.speculate or "off", takes_images=False)
+        options = replace(options, takes_images=False)
     folder = locate(str(folder)).folder
     drafter = None if options.drafter is None else locate(str(options.drafter)).folder
     started = time.perf_counter()
@@ -218,7 +218,7 @@ def decide(account: Account, options: LoadOptions) -> Decided:
             account = replace(account, auto_tokens=sequences.count * ANSWER_LENGTH)
     if options.speculate is None:
         options = replace(options, speculate=default_mode(account, options))
-        opened = opened if opened.head == options.mtp_head else without_head(opened)
+        opened = opened if opened.drafts == options.mtp_head else without_head(opened)
         account = replace(account, opened=opened)
     drafts = options.most_drafts(recurrent=opened.config.linear_layers is not None)
     return Decided(account, options, sequences, *_cache_of(account, options, drafts))
@@ -248,6 +248,11 @@ def check_device(dtype: torch.dtype, options: LoadOptions, device: str) -> None:
         ResourceError: GPUs that are not there, or that cannot share a model.
     """
     if device == "cpu":
+        if options.tensor_parallel > 1 and options.mtp_head:
+            raise RequestError(
+                f"`speculate` {options.speculate} works with `tensor_parallel` on GPUs alone",
+                hint="what works here: off or ngram",
+            )
         return
     if dtype == torch.float32:
         raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")
@@ -304,7 +309,7 @@ def default_mode(account: Account, options: LoadOptions) -> Mode:
     """
     opened = account.opened
     layers = getattr(opened.config, "mtp_layers", 0)
-    if account.device == "cpu" or not opened.head or layers != 1:
+    if account.device == "cpu" or not opened.drafts or layers != 1:
         return "off"
     auto = replace(options, speculate="auto")
     drafts = auto.most_drafts(recurrent=opened.config.linear_layers is not None)

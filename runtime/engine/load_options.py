@@ -36,7 +36,7 @@ VISION_DEVICES: tuple[VisionDevice, ...] = get_args(VisionDevice)
 DEFAULT_VISION_DEVICE: VisionDevice = "auto"
 # Values of options that work with several ranks
 SHARED_VALUES: Mapping[str, tuple[str | None, ...]] = {
-    "speculate": ("off", "ngram", None),
+    "speculate": ("off", "ngram", "mtp", "auto", None),
     "activations": ("exact",),
 }
 MOST_DRAFTS = 15  # with the last token ROUND_TOKENS
@@ -88,8 +88,8 @@ class LoadOptions:
             spells, such as `<|im_end|>`, are these tokens, so that a message may end its turn and
             begin another. By default they are plain text. Raw prompts are taken as they are.
         tensor_parallel: processes that share the model, each with some of its heads and a part of
-            its widths, and on a GPU of its own; the numbers that fit depend on the model. Drafts
-            come from n-grams alone, and `activations` stay `exact`.
+            its widths, and on a GPU of its own; the numbers that fit depend on the model. No drafter
+            is read, a CPU has n-grams alone, and `activations` stay `exact`.
         devices: number of the GPU of each of them; None for the first ones.
         vision_device: where the vision tower runs, which is read at the first image. `auto` takes
             the GPU of the model if the cache stays as large beside the tower and an image, streams
@@ -174,6 +174,11 @@ class LoadOptions:
                     f"`{name}` {value} does not work with `tensor_parallel` yet",
                     hint=f"what works: {' or '.join(filter(None, SHARED_VALUES[name]))}",
                 )
+        if self.drafter is not None:
+            raise RequestError(
+                "a `drafter` does not work with `tensor_parallel` yet",
+                hint="what works: the model's own head, by `speculate` mtp or auto",
+            )
         if self.measures_inputs:
             raise RequestError(
                 "`method` weighted does not work with `tensor_parallel` yet",

@@ -20,7 +20,7 @@ from lowbit.runtime.engine.load_options import (
 from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.decode_inputs import new_hidden_ring
-from lowbit.runtime.state.device_state import CacheSize, kv_pages, new_state
+from lowbit.runtime.state.device_state import CacheSize, head_pages, kv_pages, new_state
 from lowbit.runtime.state.page_counts import EXTRA, PAGE, pages_for
 from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.snapshots import Snapshots
@@ -74,6 +74,8 @@ class Account:
         pages = kv_pages(opened.config, count, self.cache_type, "meta", opened.head).size_bytes
         if opened.drafter is not None:
             pages += kv_pages(opened.drafter.config, count, self.cache_type, "meta").size_bytes
+        if opened.lone is not None:
+            pages += head_pages(opened.lone.config, count, self.cache_type, "meta").size_bytes
         return pages * self.processes
 
     def row_bytes(self, size: CacheSize) -> int:
@@ -86,7 +88,7 @@ class Account:
         snapshots = Snapshots(state.slots, size.snapshots, staged=on_gpu)
         taken = state.size_bytes + (snapshots.staged_bytes if on_gpu else snapshots.most_bytes)
         taken += new_sampler_rows(rows, self.vocabulary, "meta").size_bytes
-        if self.opened.head:
+        if self.opened.drafts:
             taken += new_hidden_ring(rows, config.hidden_size, self.dtype, "meta").nbytes
         if self._keeps_context:
             taken += new_hidden_ring(rows, config.hidden_size, self.dtype, "meta").nbytes

@@ -14,7 +14,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lowbit.formats.kv_cache import CacheType, plain_cache
 from lowbit.runtime.engine.chunks import Chunks, new_chunks
 from lowbit.runtime.engine.draft_source import ContextReader
 from lowbit.runtime.engine.graphs import Graphs, round_kv_len, width_for
@@ -28,11 +27,11 @@ from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.models.shared_decoder import Crew
 from lowbit.runtime.state import changes
-from lowbit.runtime.state.decode_inputs import DecodeInputs, new_decode_inputs, new_hidden_ring
-from lowbit.runtime.state.device_state import CacheSize, DeviceState, new_state
+from lowbit.runtime.state.decode_inputs import DecodeInputs, new_decode_inputs
+from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.host_rings import to_device
-from lowbit.runtime.state.page_counts import pages_for
-from lowbit.runtime.state.sampler import SCRATCH, SamplerRows, new_sampler_rows
+from lowbit.runtime.state.pages import KVPages
+from lowbit.runtime.state.sampler import SCRATCH, SamplerRows
 from lowbit.runtime.state.snapshots import Snapshots
 from lowbit.runtime.state.step import Step, StepPlan, parts_of
 from lowbit.runtime.state.step_buffers import new_step
@@ -59,6 +58,8 @@ class Runner:
     # [R, HIDDEN_RING, h] hidden states of the last positions, see `decode_inputs`; None without an
     # MTP head
     hidden_ring: Tensor | None = None
+    # Of a head for multi-token prediction that has its own; None where they are those of the model
+    head_pages: KVPages | None = None
     blocks: ContextReader | None = None  # block drafter that reads every step; None without one
     crew: Crew | None = None  # the other ranks of the model; None without any
     link: GpuLink | None = None  # to other GPUs that share the model; None without any
@@ -99,8 +100,19 @@ class Runner:
     @property
     def cache_bytes(self) -> int:
         """Memory of keys, values and recurrent states, a drafter's included; no snapshots."""
-        beside = 0 if self.blocks is None else self.blocks.pages.size_bytes
+        beside = sum(pages.size_bytes for pages in self._other_pages)
         return self.state.size_bytes + self.snapshots.staged_bytes + beside
+
+    @property
+    def head_state(self) -> DeviceState:
+        """State in which a head for multi-token prediction keeps keys and values."""
+        return self.state if self.head_pages is None else replace(self.state, pages=self.head_pages)
+
+    @property
+    def _other_pages(self) -> list[KVPages]:
+        """Pages beside those of the model, with the same numbers."""
+        of_blocks = None if self.blocks is None else self.blocks.pages
+        return [pages for pages in (self.head_pages, of_blocks) if pages is not None]
 
     @property
     def rows(self) -> int:
@@ -144,7 +156,7 @@ class Runner:
         if change.copied is not None:
             self._copy_page(*change.copied)
         row, pages = sequence.row, tuple(sequence.pages)
-        self._together(SetPages(row, pages), partial(self.set_pages, row, pages))
+        self.together(SetPages(row, pages), partial(self.set_pages, row, pages))
         if self.state.recurrent:
             clear = changes.ClearSlot(row)
             self._change(clear if snapshot is None else changes.RestoreSnapshot(snapshot, row))
@@ -164,14 +176,14 @@ class Runner:
         """Write the block table of a sequence, behind the steps under way."""
         self.tables[row, : len(pages)] = self.ints(pages)
 
-    def _together(self, task: object, work: Callable[[], T]) -> T:
+    def together(self, task: object, work: Callable[[], T]) -> T:
         """Do some work of steps, which other GPUs that share the model do too."""
         return work() if self.link is None else self.link.together(task, work)
 
     def _copy_page(self, source: int, target: int) -> None:
         self._change(changes.CopyPage(source, target))
-        if self.blocks is not None:
-            self.blocks.pages.copy(source, target)
+        for pages in self._other_pages:
+            pages.copy(source, target)
 
     def chunk(self, sequence: Sequence, ids: Numbers[int], last: bool = False) -> Iterator[Tensor]:
         """Run the next tokens of a prompt through the layers; steps may be run between two.
@@ -202,7 +214,7 @@ class Runner:
         begins = first == sequence.reused
         if self.link is not None:
             task = RunChunk(plan, tuple(ids), begins)
-            yield self._together(task, partial(self.run_chunk, plan, ids, begins))
+            yield self.together(task, partial(self.run_chunk, plan, ids, begins))
         elif self.chunks is not None and self.chunks.takes(count):
             yield self.chunks.run(plan, ids, self.shifts, begins)
         else:
@@ -238,7 +250,7 @@ class Runner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits outside of a step: [M, h] to [M, V or more] float32."""
-        return self._together(RunHead(len(hidden)), partial(self.run_head, hidden))
+        return self.together(RunHead(len(hidden)), partial(self.run_head, hidden))
 
     def run_head(self, hidden: Tensor) -> Tensor:
         """`logits` on this rank; hidden states of the first one take the place of others."""
@@ -410,7 +422,7 @@ class Runner:
     ) -> None:
         """Launch `run_step` or its first half, on all ranks."""
         work = partial(self._launch_step, graphs, key, partial(part, plan), plan)
-        self._together(RunStep(plan, fresh=self.on_gpu and key not in graphs), work)
+        self.together(RunStep(plan, fresh=self.on_gpu and key not in graphs), work)
 
     def send_choice(self, graphs: Graphs, key: Hashable, plan: StepPlan) -> None:
         """Launch the second half of `run_step`."""
@@ -459,40 +471,3 @@ def _count_sent(sequences: list[Sequence]) -> None:
     for each in sequences:
         each.length += 1
         each.chosen += 1
-
-
-def new_runner(
-    decoder: Decoder,
-    vocabulary: int,
-    cache: CacheSize,
-    dtype: torch.dtype,
-    device: str,
-    cache_type: CacheType | None = None,
-    chunk_tokens: int = CHUNK,
-    part_tokens: int = EXACT_TOKENS,
-) -> Runner:
-    """A runner with empty pages and slots.
-
-    Args:
-        vocabulary: real tokens; ids from here on are padding and never chosen.
-        dtype: of activations and recurrent states.
-        part_tokens: see `OpenedModel.part_tokens`.
-    """
-    cache_type = cache_type or plain_cache(dtype)
-    rows, config, head = cache.rows, decoder.config, decoder.mtp is not None
-    state = new_state(config, cache.all_pages, cache.slots, dtype, device, cache_type, head)
-    hidden_ring = new_hidden_ring(rows, config.hidden_size, dtype, device) if head else None
-    tables = torch.zeros(rows, pages_for(cache.context), dtype=torch.int32, device=device)
-    sampler = new_sampler_rows(rows, vocabulary, device)
-    return Runner(
-        decoder=decoder,
-        state=state,
-        sampler=sampler,
-        context=cache.context,
-        snapshots=Snapshots(state.slots, cache.snapshots, staged=device != "cpu"),
-        spare=range(cache.slots - cache.drafts, cache.slots) if state.recurrent else None,
-        tables=tables,
-        hidden_ring=hidden_ring,
-        chunk_tokens=chunk_tokens,
-        part_tokens=part_tokens,
-    )

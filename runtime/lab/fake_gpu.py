@@ -35,8 +35,9 @@ from lowbit.runtime.engine.draft.verify import Part, Verifier
 from lowbit.runtime.engine.graphs import STEP_WIDTHS, Graphs, kv_lens, width_for
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache, choose_cache_type
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.engine.runner import Runner, new_runner
+from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.kernels.launch.card import Card
 from lowbit.runtime.models.architectures import DRAFTER_BUILD

@@ -39,8 +39,13 @@ class Build(Protocol):
 class AddHead(Protocol):
     """Reads the head for multi-token prediction of a model's checkpoint."""
 
-    def __call__(self, model: Any, weights: Weights[W], draft: DraftHead | None, /) -> Model[W]:
-        """The model with its head, and the rows of its own that drafts are chosen from."""
+    def __call__(
+        self, model: Any, weights: Weights[W], draft: DraftHead | None, /, lone: bool = False
+    ) -> Model[W]:
+        """The model with its head, and the rows of its own that drafts are chosen from.
+
+        lone: no other rank has it, see `lone_head`.
+        """
 
 
 class DrafterBuild(Protocol):

@@ -77,11 +77,18 @@ class OpenedModel:
     activations: Activations = "exact"  # inputs of its packed linears, heads aside
     share: Share = ALONE  # the rank that it is the shard of, see `shards`
     head_rows: int | None = None  # rows that are kept of a drafter's heads; None for all
+    lone: "OpenedModel | None" = None  # of a rank: the head of the whole model, see `lone_head`
+
+    @property
+    def drafts(self) -> bool:
+        """True if its head for multi-token prediction is read, too."""
+        return self.head or self.lone is not None
 
     def weight_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory the weights will take on `cpu` or `cuda`."""
         size = 0 if self.draft is None else self.draft.packed.nbytes + self.draft.scale.nbytes
-        size += 0 if self.drafter is None else self.drafter.weight_bytes(device, dtype)
+        for beside in (self.drafter, self.lone):
+            size += 0 if beside is None else beside.weight_bytes(device, dtype)
         ends = KEPT_TWICE.get(kind_of(self.checkpoint.config), ())
         twice = (spec for spec in self.specs if spec.quantizable and spec.module.endswith(ends))
         size += sum(self._bytes_of(spec, device, dtype) for spec in twice)
@@ -200,7 +207,7 @@ def without_head(opened: OpenedModel) -> OpenedModel:
     """The model without its head for multi-token prediction."""
     config = opened.checkpoint.config
     specs = tuple(spec for spec in opened.specs if part_of(config, spec.name) == "decoder")
-    return replace(opened, specs=specs, head=False, draft=None)
+    return replace(opened, specs=specs, head=False, draft=None, lone=None)
 
 
 def refuse_drafter(name: str | Path, config: Mapping[str, Any]) -> None:

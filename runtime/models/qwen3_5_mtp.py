@@ -38,6 +38,7 @@ class MtpHead(Generic[W]):
     layer: Layer[W]  # with attention
     norm: Tensor  # [h]
     rows: DraftRows[W] | None = None  # that drafts are chosen from; None for all
+    lone: bool = False  # its keys and values have pages of their own; see `lone_head`
 
     def hidden(
         self, ids: Tensor, x: Tensor, state: DeviceState, step: Step, own: bool = False
@@ -70,11 +71,14 @@ class MtpHead(Generic[W]):
         return DraftOutput(trunk.ops, self.norm, *sizes, self.rows)
 
 
-def with_head(model: Qwen35[W], weights: Weights[W], draft: DraftHead | None = None) -> Qwen35[W]:
+def with_head(
+    model: Qwen35[W], weights: Weights[W], draft: DraftHead | None = None, lone: bool = False
+) -> Qwen35[W]:
     """The model with the head of its checkpoint.
 
     Args:
         draft: the rows of the trunk's head that drafts are chosen from; None for all.
+        lone: see `MtpHead`.
 
     Raises:
         UnsupportedModelError: a head of several layers.
@@ -85,7 +89,7 @@ def with_head(model: Qwen35[W], weights: Weights[W], draft: DraftHead | None = N
             f"the head for multi-token prediction has {layers} layers, only one is supported",
             hint="run without it: --speculate ngram",
         )
-    index = model.config.layer_types.count(FULL)
+    index = 0 if lone else model.config.layer_types.count(FULL)
     head = MtpHead(
         trunk=model,
         embedding_norm=read_gain(weights, "mtp.pre_fc_norm_embedding.weight"),
@@ -94,5 +98,6 @@ def with_head(model: Qwen35[W], weights: Weights[W], draft: DraftHead | None = N
         layer=read_layer(weights, "mtp.layers.0", FULL, index, model.config, model.rope),
         norm=read_gain(weights, "mtp.norm.weight"),
         rows=draft_rows(draft, weights),
+        lone=lone,
     )
     return replace(model, mtp=head)

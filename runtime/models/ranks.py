@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from lowbit.formats.activation_modes import Activations
+from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import prepare
 from lowbit.runtime.backends.cpu_parallel import RankLinear, RankOps, rank_form
 from lowbit.runtime.backends.exchange import Exchange
 from lowbit.runtime.models.architectures import Model
 from lowbit.runtime.models.loader import OpenedModel, build_decoder, check_kernels
+from lowbit.runtime.models.lone_head import with_lone_head
 from lowbit.runtime.models.shards import head_rows
 from lowbit.runtime.weights.linear import Linear
 from lowbit.runtime.weights.share import HeadShare, Share
@@ -51,7 +53,12 @@ def load_rank(
     weights = Weights(shard.checkpoint, shard.schemes, "cpu", dtype, made, formed=formed)
     decoder = build_decoder(shard, weights, RankOps(exchange), context)
     weights.check_finite()
-    return decoder
+    if shard.lone is None:
+        return decoder
+    whole = Weights(shard.lone.checkpoint, shard.lone.schemes, "cpu", dtype, made)
+    drafting: Model[RankLinear] = with_lone_head(decoder, shard.lone, whole, cpu)
+    whole.check_finite()
+    return drafting
 
 
 def load_rank_on_gpu(
@@ -72,7 +79,7 @@ def load_rank_on_gpu(
         FormatError: a tensor holds NaN or Inf.
         UnsupportedModelError: the GPU's kernels have no place for the shard's sizes.
     """
-    from lowbit.runtime.backends import cuda_parallel  # needs triton and a GPU
+    from lowbit.runtime.backends import cuda, cuda_parallel  # need triton and a GPU
 
     check_kernels(shard)
     rows = _head_rows(shard, peers.share.ranks)
@@ -90,6 +97,11 @@ def load_rank_on_gpu(
     zeros = torch.zeros(mixed, shard.config.hidden_size, dtype=torch.float32, device="cuda")
     decoder = build_decoder(shard, weights, cuda_parallel.RankOps(peers, zeros), context)
     weights.check_finite()
+    if shard.lone is not None:
+        own = shard.lone.checkpoint, shard.lone.schemes, "cuda", dtype, cuda.prepare
+        whole = Weights(*own, gather=cuda.gathered)
+        decoder = with_lone_head(decoder, shard.lone, whole, cuda)
+        whole.check_finite()
     torch.cuda.empty_cache()  # buffers of rows on their way to tiles
     return decoder
 

@@ -4,8 +4,9 @@ A rank holds some heads of every attention, some value heads of every DeltaNet, 
 of every MLP and expert, and some rows of the head. So its shard is a checkpoint of a smaller model:
 linears before heads and widths give rows, those behind them columns, whose products are partial
 sums. Columns end where groups of a packed linear end, so that a shard has the codes and scales of
-the whole, bit for bit. Norms, routers, the embedding and `mtp.fc` are whole on every rank; where
-there are fewer key heads than ranks, several ranks have the same.
+the whole, bit for bit. Norms, routers and the embedding are whole on every rank; where there are
+fewer key heads than ranks, several ranks have the same. The head for multi-token prediction is on
+the first rank alone, see `lone_head`.
 """
 
 from collections.abc import Iterator
@@ -32,7 +33,8 @@ from lowbit.formats.layout.packing import (
 )
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import Checkpoint, DerivedRows, TensorInfo
-from lowbit.runtime.models.loader import OpenedModel
+from lowbit.runtime.models.loader import OpenedModel, without_head
+from lowbit.runtime.models.lone_head import lone_head
 from lowbit.runtime.thresholds import MOST_RANKS
 from lowbit.runtime.weights.share import HEAD, PARTIAL_ENDS, WHOLE, Part, Share
 
@@ -183,6 +185,8 @@ def shard_of(opened: OpenedModel, share: Share) -> OpenedModel:
     """
     if share.ranks == 1:
         return opened
+    lone = lone_head(opened) if opened.head and share.rank == 0 else None
+    opened = without_head(opened)
     tensors: dict[str, TensorInfo] = dict(opened.checkpoint.tensors)
     derived: dict[str, DerivedRows] = dict(opened.checkpoint.derived)
     specs = []
@@ -202,6 +206,7 @@ def shard_of(opened: OpenedModel, share: Share) -> OpenedModel:
         config=config_of_rank(opened.config, share),
         specs=tuple(specs),
         share=share,
+        lone=lone,
     )
 
 

@@ -89,3 +89,8 @@ def kv_pages(
     """Empty pages of a model, or of a drafter; see `new_state`."""
     layers, heads = config.kv_layers + head, config.num_key_value_heads
     return new_pages(layers, count, heads, config.head_dim, cache_type, device)
+
+
+def head_pages(config: Config, count: int, cache_type: CacheType, device: str) -> KVPages:
+    """Empty pages of a head for multi-token prediction that has pages of its own."""
+    return new_pages(1, count, config.num_key_value_heads, config.head_dim, cache_type, device)

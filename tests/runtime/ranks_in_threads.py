@@ -13,10 +13,11 @@ from torch import Tensor
 from lowbit.formats.kv_cache import FP32_CACHE, CacheType
 from lowbit.runtime.backends.cpu_parallel import RankLinear
 from lowbit.runtime.backends.exchange import Exchange
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.parallel.followed import FollowedRunner
 from lowbit.runtime.engine.parallel.link import GpuLink
 from lowbit.runtime.engine.parallel.messages import decoded, encoded
-from lowbit.runtime.engine.runner import Runner, new_runner
+from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.architectures import Model
 from lowbit.runtime.models.loader import Decoder, OpenedModel
 from lowbit.runtime.models.ranks import load_rank
@@ -127,7 +128,7 @@ def shared_runner(
 
 
 def linked_runner(
-    opened: OpenedModel, ranks: int, cache: CacheSize
+    opened: OpenedModel, ranks: int, cache: CacheSize, vocabulary: int = 261
 ) -> tuple[Runner, list[Runner], ThreadCrew]:
     """Runners that share a model as those on GPUs do, on the CPU: the first one, and the others."""
     check_ranks(opened, ranks)
@@ -139,7 +140,7 @@ def linked_runner(
 
     runners, shares = [], []
     for exchange, model in on_each_rank(ranks, load):
-        runners.append(new_runner(cast("Decoder", model), 261, cache, dtype, "cpu"))
+        runners.append(new_runner(cast("Decoder", model), vocabulary, cache, dtype, "cpu"))
         shares.append(partial(_share_words, exchange))
     crew = ThreadCrew([FollowedRunner(runner) for runner in runners[1:]])
     for number, (runner, share) in enumerate(zip(runners, shares, strict=True)):

@@ -16,6 +16,7 @@ from lowbit.runtime.engine.draft.lookup import Copy
 from lowbit.runtime.engine.draft.policy import Stake
 from lowbit.runtime.engine.draft.state import drafts_of
 from lowbit.runtime.engine.draft.verify import Part, Verifier, count_accepted
+from lowbit.runtime.engine.parallel.tasks import RunStep
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.engine.stats import Source
@@ -228,13 +229,29 @@ class MadeRounds:
         key = ("made", M, B, k, max_kv_len, runner.sampler.shape, ordered, self.shifted, joined)
         inputs, run = self.inputs, partial(self.round, M, B, k, max_kv_len, ordered, joined)
         kept = (inputs.seen, inputs.longs[:3])
-        runner.launch(self.verifier.graphs, key, run, (inputs.step.block[:5],), kept)
+        graphs, plan = self.verifier.graphs, self._plan(M, B, k, max_kv_len, ordered)
+        task = RunStep(plan, fresh=runner.on_gpu and key not in graphs)
+        launch = partial(runner.launch, graphs, key, run, (inputs.step.block[:5],), kept)
+        runner.together(task, launch)
         for each in self.batch:
             state = drafts_of(each)
             if state.due == 0:
                 each.advance(each.row)
             state.due += 1 + k
         return joined
+
+    def _plan(self, M: int, B: int, k: int, max_kv_len: int, ordered: bool) -> StepPlan:
+        """Plan of the step that checks the drafts."""
+        return StepPlan(
+            tokens=M,
+            sequences=B + (B * (k + 1) < M),
+            max_kv_len=max_kv_len,
+            longest=k + 1,
+            spans=() if self.runner.on_gpu else tuple(part.span for part in self.parts),
+            drafts=True,
+            ordered=ordered,
+            shifted=self.shifted,
+        )
 
     def round(
         self, M: int, B: int, k: int, max_kv_len: int, ordered: bool, joined: bool = False
@@ -253,19 +270,7 @@ class MadeRounds:
             runner.sampler.uncount(rows.flatten(), drafts.flatten())
         if joined:
             self.join(B, k)
-        spans = () if runner.on_gpu else tuple(part.span for part in self.parts)
-        sequences = B + (B * (k + 1) < M)
-        plan = StepPlan(
-            tokens=M,
-            sequences=sequences,
-            max_kv_len=max_kv_len,
-            longest=k + 1,
-            spans=spans,
-            drafts=True,
-            ordered=ordered,
-            shifted=self.shifted,
-        )
-        runner.run_step(plan)
+        runner.run_step(self._plan(M, B, k, max_kv_len, ordered))
         runner.decoder.ops.accept(inputs, B, k)
         if adjusted:
             count = B * (k + 1)

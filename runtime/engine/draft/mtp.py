@@ -64,7 +64,7 @@ class MtpCache:
             span = Span(sequence.row, first, stop - first, tuple(sequence.pages))
             plan = self._plan_of(sequence, span)
             ids, step = new_step(plan, prompt[first + 1 : stop + 1], runner.tables, runner.shifts)
-            self.head.hidden(ids, hidden[: span.count], runner.state, step)
+            self.head.hidden(ids, hidden[: span.count], runner.head_state, step)
         drafts_of(sequence).seen = stop
 
     def _plan_of(self, sequence: Sequence, span: Span) -> StepPlan:
@@ -134,7 +134,7 @@ class MtpCache:
         plan = _plan([span or Span(SCRATCH, 0, count)], max_kv_len, shifted)
         step = self.step(plan, rows, positions, starts)
         hidden = self.runner.decoder.ops.embed(ring_places, self.hidden_ring.flatten(0, 1))
-        self.head.hidden(ids, hidden, self.runner.state, step)
+        self.head.hidden(ids, hidden, self.runner.head_state, step)
 
     def step(self, plan: StepPlan, rows: Tensor, positions: Tensor, starts: Tensor) -> Step:
         """Step of the head, whose layer has no recurrent state; see `_plan`."""
@@ -217,7 +217,7 @@ class MtpRounds(MadeRounds):
                 at, starts = positions[ahead], self._singles[: B + 1]
                 plan = _plan(spans, max_kv_len, self.shifted)
                 step = self.cache.step(plan, rows, at, starts)
-                hidden = head.hidden(token, hidden, runner.state, step, own=True)
+                hidden = head.hidden(token, hidden, runner.head_state, step, own=True)
         return drafts.T
 
     def _first(self, B: int, k: int, max_kv_len: int) -> Tensor:
@@ -228,7 +228,7 @@ class MtpRounds(MadeRounds):
         plan = _plan(self._seen, max_kv_len, self.shifted)
         step = self.cache.step(plan, rows, seen, inputs.seen_starts[: B + 1])
         hidden = embed(inputs.ring_places[:count], self.cache.hidden_ring.flatten(0, 1))
-        found = self.cache.head.hidden(inputs.chosen[:count], hidden, runner.state, step)
+        found = self.cache.head.hidden(inputs.chosen[:count], hidden, runner.head_state, step)
         return embed(inputs.ends[:B], found)
 
     def _head_columns(self, sequences: list[Sequence], drafts: int) -> list[list[int]]:

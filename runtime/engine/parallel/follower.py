@@ -19,6 +19,7 @@ from lowbit.formats.machine.memory import free_bytes
 from lowbit.formats.machine.system import explained
 from lowbit.runtime.backends.exchange import Exchange, PartedError, meet
 from lowbit.runtime.engine.memory import gigabytes
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.parallel.gpus import meet_gpus
 from lowbit.runtime.engine.parallel.link import GpuLink
 from lowbit.runtime.engine.parallel.messages import (
@@ -35,7 +36,6 @@ from lowbit.runtime.engine.parallel.messages import (
     encoded,
 )
 from lowbit.runtime.engine.plan import CHUNK
-from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.models.loader import OpenedModel, open_model
 from lowbit.runtime.models.ranks import load_rank, load_rank_on_gpu, unsaid
 from lowbit.runtime.models.shards import shard_of

@@ -16,7 +16,8 @@ from lowbit.formats.architectures import prefix_of, read_config
 from lowbit.formats.architectures.decoder import TEXT, text_part
 from lowbit.formats.kv_cache import BF16_CACHE
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.engine.runner import Runner, new_runner
+from lowbit.runtime.engine.new_runner import new_runner
+from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.kernels.launch.linear import Tuned
 from lowbit.runtime.kernels.launch.tuned import Size
 from lowbit.runtime.kernels.linear.tiles import TiledLinear

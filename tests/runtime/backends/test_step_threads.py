@@ -9,7 +9,8 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.runtime.backends.step_threads import StepThreads
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.runner import Runner, new_runner
+from lowbit.runtime.engine.new_runner import new_runner
+from lowbit.runtime.engine.runner import Runner
 from tests.runtime.engine.small_engine import SMALL, new_engine
 from tests.short_models import Shorten
 

@@ -5,7 +5,7 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.draft.ngram import NewDrafter
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.state.device_state import CacheSize
 from tests.runtime.engine.draft.guesses import drafting_by
 

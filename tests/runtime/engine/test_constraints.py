@@ -10,8 +10,8 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.state.device_state import CacheSize
 from tests.runtime.engine.residues import Residues, V, follows, words_of
 from tests.short_models import Shorten

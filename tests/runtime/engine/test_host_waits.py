@@ -18,8 +18,9 @@ from torch.overrides import TorchFunctionMode
 from lowbit.formats.architectures.config import LinearLayers
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.engine.runner import Runner, new_runner
+from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.host_rings import to_device, write
 from lowbit.runtime.state.sampling_params import SamplingParams

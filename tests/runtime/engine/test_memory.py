@@ -14,7 +14,8 @@ from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE, CacheType
 from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime import LoadOptions, load
 from lowbit.runtime.engine import memory
-from lowbit.runtime.engine.runner import Runner, new_runner
+from lowbit.runtime.engine.new_runner import new_runner
+from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.loader import (
     OpenedModel,
     load_decoder,

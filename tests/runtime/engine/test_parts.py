@@ -16,8 +16,9 @@ from lowbit.runtime.engine.draft.mtp import MtpRounds
 from lowbit.runtime.engine.draft.ngram import NgramDrafter
 from lowbit.runtime.engine.draft.policy import BURST
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.engine.runner import Runner, new_runner
+from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import open_model, with_activations

@@ -12,8 +12,8 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError, RequestError
 from lowbit.runtime.engine import scoring
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.evaluate.scoring import score as evaluated
 from lowbit.runtime.state.device_state import CacheSize
 from tests.short_models import Shorten

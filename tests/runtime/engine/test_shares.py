@@ -8,8 +8,8 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine import scheduler
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.state.device_state import CacheSize
 from tests.short_models import Shorten

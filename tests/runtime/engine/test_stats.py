@@ -10,8 +10,8 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import QueueFullError, RequestError
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.stats import Load, load_of
 from lowbit.runtime.state.device_state import CacheSize
 

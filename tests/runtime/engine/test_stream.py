@@ -12,9 +12,9 @@ import pytest
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.prefix_cache import PrefixCache
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.stream import answer_all
 from lowbit.runtime.state.device_state import CacheSize
 from tests.runtime.dense_embedding import dense_embedding

@@ -79,7 +79,7 @@ def check(opened: OpenedModel, ranks: int) -> None:
 
 @pytest.mark.parametrize("name", BUNDLED)
 def test_shards_of_bundled_models_make_the_whole(name: str, shorten: Shorten) -> None:
-    check(open_model(shorten(name), head=True), 2)
+    check(open_model(shorten(name)), 2)
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5-moe"])

@@ -16,8 +16,9 @@ from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine.draft.ngram import NewDrafter
 from lowbit.runtime.engine.draft.verify import VerifiedRound
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.engine.runner import Runner, new_runner
+from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar

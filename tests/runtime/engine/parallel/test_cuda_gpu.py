@@ -128,11 +128,13 @@ def test_log_probabilities_of_a_prompt(pair: tuple[lowbit.Model, lowbit.Model]) 
 def test_drafts_change_no_token() -> None:
     prompt = IDS[:6] * 10
     answers = []
-    for speculate in ("off", "ngram"):
+    for speculate in ("off", "ngram", "mtp", "auto"):
         options = {**SIZES, **PACKED, **TWO, "speculate": speculate}
         with closing(lowbit.load(MODELS / "tiny-qwen3.5", **options)) as model:
-            answers.append(list(model.engine.generate(prompt, GREEDY, 40)))
-    assert answers[1] == answers[0]
+            handles = [model.engine.generate(ids, GREEDY, 40) for ids in (prompt, PROMPTS[1])]
+            answers.append([list(handle) for handle in handles])
+            assert speculate != "mtp" or all(handle.speculation for handle in handles)
+    assert answers[1:] == answers[:1] * 3
 
 
 @pytest.mark.parametrize("under_way", [False, True])
@@ -182,5 +184,3 @@ def test_refusals() -> None:
         lowbit.load(MODELS / "tiny-qwen3", **SIZES, tensor_parallel=2, devices=(0, 63))
     with pytest.raises(RequestError, match="`activations` int8 does not work"):
         lowbit.load(MODELS / "tiny-qwen3", **SIZES, **PACKED, **TWO, activations="int8")
-    with pytest.raises(RequestError, match="`speculate` mtp does not work"):
-        lowbit.load(MODELS / "tiny-qwen3.5", **SIZES, **PACKED, **TWO, speculate="mtp")

@@ -11,10 +11,11 @@ from lowbit.runtime import SamplingParams
 from lowbit.runtime.engine.draft.source import new_drafts
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.parallel import followed
 from lowbit.runtime.engine.parallel.followed import FollowedRunner
 from lowbit.runtime.engine.parallel.tasks import RunStep
-from lowbit.runtime.engine.runner import Runner, new_runner
+from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
 from lowbit.runtime.state.step import StepPlan
 from tests.runtime.conftest import QWEN3_5, PackedModel

@@ -12,8 +12,8 @@ from lowbit.runtime.engine import engine as engines
 from lowbit.runtime.engine.draft.source import new_drafts
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
 from tests.runtime.conftest import QWEN3_5, PackedModel

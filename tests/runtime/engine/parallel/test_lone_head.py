@@ -1,0 +1,176 @@
+"""The first of several ranks drafts by the whole head; here on a CPU, linked as GPUs are."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowbit.formats.architectures import part_of
+from lowbit.formats.errors import RequestError
+from lowbit.formats.kv_cache import BF16_CACHE
+from lowbit.runtime import SamplingParams, load
+from lowbit.runtime.engine import memory
+from lowbit.runtime.engine.draft.source import new_drafts
+from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.load import decide
+from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.engine.memory import Account
+from lowbit.runtime.engine.new_runner import new_runner
+from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
+from lowbit.runtime.models.lone_head import lone_head
+from lowbit.runtime.models.shards import shard_of
+from lowbit.runtime.state.device_state import CacheSize
+from lowbit.runtime.weights.share import Share
+from tests.runtime.engine.small_engine import assert_all_free
+from tests.runtime.ranks_in_threads import linked_runner
+
+MODELS = Path(__file__).parents[4] / "examples" / "models"
+MODEL = MODELS / "tiny-qwen3.5"
+SIZE = CacheSize(context=200, sequences=3, pages=12, snapshots=4, drafts=3)
+GREEDY = SamplingParams()
+DRAWN = SamplingParams(temperature=0.8, top_k=20, seed=5, repetition_penalty=1.2)
+COUNT = 16
+VOCABULARY = 4000
+
+
+@pytest.fixture(scope="module")
+def opened() -> OpenedModel:
+    return open_model(MODEL, "int8", 64, head=True)
+
+
+@pytest.fixture(scope="module")
+def prompts(opened: OpenedModel) -> list[list[int]]:
+    """Texts that the model's head knows well, and one that it does not."""
+    model = load(MODEL, device="cpu", speculate="off")
+    texts = ("The little dog was very happy. He", "Once upon a time there was a")
+    ids = [model.tokenizer.encode(text) for text in texts]
+    model.close()
+    return [
+        *ids,
+        torch.randint(VOCABULARY, (90,), generator=torch.Generator().manual_seed(6)).tolist(),
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(opened: OpenedModel) -> Engine:
+    """One process, without drafts."""
+    decoder = load_decoder(opened, "cpu", torch.float32, SIZE.context)
+    return Engine(new_runner(decoder, VOCABULARY, SIZE, torch.float32, "cpu"))
+
+
+def drafting(runner: Runner, speculate: Any = "mtp") -> Engine:
+    options = LoadOptions(speculate=speculate, draft_tokens=3)
+    return Engine(runner, drafting=new_drafts(runner, options, 3, "cpu"))
+
+
+def answers(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    handles = [engine.generate(ids, params, COUNT) for ids in prompts]
+    found = [list(handle) for handle in handles]
+    engine.forget()
+    return found
+
+
+@pytest.mark.parametrize("speculate", ["mtp", "auto"])
+def test_drafts_of_the_first_rank_change_no_token(
+    opened: OpenedModel, plain: Engine, prompts: list[list[int]], speculate: str
+) -> None:
+    runner, others, crew = linked_runner(opened, 2, SIZE, VOCABULARY)
+    engine = drafting(runner, speculate)
+    assert answers(engine, prompts, GREEDY) == answers(plain, prompts, GREEDY)
+    assert answers(engine, prompts, DRAWN) == answers(plain, prompts, DRAWN)
+    handle = engine.generate(prompts[0], GREEDY, 40)
+    assert list(handle) == list(plain.generate(prompts[0], GREEDY, 40))
+    assert handle.speculation is not None
+    if speculate == "mtp":
+        assert sum(handle.speculation.accepted) > 5
+        assert sum(handle.speculation.drafted) < 3 * sum(handle.speculation.accepted)
+    assert all(other.decoder.mtp is None and other.hidden_ring is None for other in others)
+    assert "RunStep" in crew.tasks
+    assert_all_free(engine)
+
+
+def test_drafts_are_those_of_one_process(opened: OpenedModel, prompts: list[list[int]]) -> None:
+    """As many are accepted, over a prompt that is continued from the cache, too."""
+    decoder = load_decoder(opened, "cpu", torch.float32, SIZE.context)
+    one = drafting(new_runner(decoder, VOCABULARY, SIZE, torch.float32, "cpu"))
+    two = drafting(linked_runner(opened, 2, SIZE, VOCABULARY)[0])
+    counts = []
+    for engine in (one, two):
+        first = list(engine.generate(prompts[1], GREEDY, COUNT))
+        handle = engine.generate([*prompts[1], *first, *prompts[0]], GREEDY, COUNT)
+        tokens = list(handle)
+        assert handle.reused > 0
+        counts.append((first, tokens, handle.speculation))
+    assert counts[0] == counts[1]
+
+
+def test_pages_of_the_head_are_its_own(opened: OpenedModel) -> None:
+    runner, (other,), _ = linked_runner(opened, 2, SIZE, VOCABULARY)
+    pages = runner.head_pages
+    assert pages is not None
+    assert pages.count == runner.state.pages.count
+    assert other.head_pages is None
+    assert runner.cache_bytes == other.cache_bytes + pages.size_bytes
+    assert runner.head_state.slots is runner.state.slots
+    pages.k[:, 3] = 7
+    runner._copy_page(3, 5)
+    assert bool((pages.k[:, 5] == 7).all())
+    assert not bool((pages.k[:, 4] == 7).any())
+
+
+def test_the_first_rank_alone_reads_the_head(opened: OpenedModel) -> None:
+    shards = [shard_of(opened, Share(rank, 2)) for rank in range(2)]
+    assert [shard.drafts for shard in shards] == [True, False]
+    assert not any(shard.head for shard in shards)
+    lone = shards[0].lone
+    assert lone is not None
+    config = opened.checkpoint.config
+    parts = {part_of(config, spec.name) for spec in lone.specs}
+    assert "mtp" in parts
+    assert not any(part_of(config, spec.name) == "mtp" for spec in shards[0].specs)
+    kinds = "cuda", torch.bfloat16
+    more = shards[0].weight_bytes(*kinds) - shards[1].weight_bytes(*kinds)
+    assert more >= lone.weight_bytes(*kinds) - 2 * opened.config.hidden_size * 64 * 2
+
+
+def test_memory_of_the_head_is_counted(opened: OpenedModel) -> None:
+    def account(shard: OpenedModel) -> Account:
+        return Account(shard, "cuda", torch.bfloat16, BF16_CACHE, VOCABULARY, ranks=2)
+
+    shard = shard_of(opened, Share(0, 2))
+    with_it, without = account(shard), account(replace(shard, lone=None))
+    config, lone = opened.config, shard.lone
+    assert lone is not None
+    a_page = 2 * config.num_key_value_heads * config.head_dim * 2 * 16
+    assert (with_it.page_bytes(4) - without.page_bytes(4)) % 4 == 0
+    assert with_it.page_bytes(4) - without.page_bytes(4) >= 4 * a_page
+    assert with_it.row_bytes(SIZE) > without.row_bytes(SIZE)
+    assert with_it.needed(SIZE, 4) > without.needed(SIZE, 4) + lone.weight_bytes(
+        "cuda", torch.bfloat16
+    )
+
+
+def test_gpus_draft_by_default_and_a_cpu_refuses(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10**9)
+    account = Account(
+        shard_of(opened, Share(0, 2)), "cuda", torch.bfloat16, BF16_CACHE, VOCABULARY, ranks=2
+    )
+    options = LoadOptions(tensor_parallel=2, context=128, max_sequences=1)
+    decided = decide(account, options)
+    assert decided.options.speculate == "auto"
+    assert decided.account.opened.lone is not None
+    with pytest.raises(RequestError, match="`speculate` mtp works with `tensor_parallel` on GPUs"):
+        load(MODEL, device="cpu", tensor_parallel=2, speculate="mtp")
+    with pytest.raises(RequestError, match="a `drafter` does not work with `tensor_parallel`"):
+        LoadOptions(tensor_parallel=2, speculate="auto", drafter="x")
+
+
+def test_heads_that_are_tied_or_have_rows_of_their_own(opened: OpenedModel) -> None:
+    names = {spec.module for spec in lone_head(opened).specs}
+    tied = opened.config.tie_word_embeddings
+    assert ("lm_head" in names) is not tied
