@@ -317,10 +317,13 @@ def measure(asked: Asked, loads: Sequence[OfferedLoad]) -> None:
                 if "port" in found:
                     break
                 alone[found["clients"]] = found
+                clients, rate = found["clients"], found["tok_s"]
+                print(f"engine: {clients} clients, {rate:,.0f} tok/s", flush=True)
             else:
                 raise SystemExit("the server did not start")
             url = f"http://127.0.0.1:{found['port']}"
-            show_shares(through_http(url, size, loads, prompt, new), alone)
+            for load in loads:  # each as it is there: a long run may be cut off
+                show_shares(through_http(url, size, [load], prompt, new), alone)
             short = asyncio.run(overhead_ms(url, size, "Hi"))
             print(f"  a whole chat of one short message and one token: {short:.2f} ms")
         finally:

@@ -90,7 +90,7 @@ def load(
     dtype = options.dtype or torch.bfloat16
     check_device(dtype, options, device)
     if device != "cpu" and options.tensor_parallel > 1:
-        options = replace(options, takes_images=False)
+        options = replace(options, speculate=options.speculate or "off", takes_images=False)
     folder = locate(str(folder)).folder
     drafter = None if options.drafter is None else locate(str(options.drafter)).folder
     started = time.perf_counter()

@@ -153,17 +153,19 @@ def test_memory_of_the_head_is_counted(opened: OpenedModel) -> None:
     )
 
 
-def test_gpus_draft_by_default_and_a_cpu_refuses(
+def test_a_cache_that_stays_as_large_leaves_the_head(
     opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device: 10**9)
-    account = Account(
-        shard_of(opened, Share(0, 2)), "cuda", torch.bfloat16, BF16_CACHE, VOCABULARY, ranks=2
-    )
+    shard = shard_of(opened, Share(0, 2))
+    account = Account(shard, "cuda", torch.bfloat16, BF16_CACHE, VOCABULARY, ranks=2)
     options = LoadOptions(tensor_parallel=2, context=128, max_sequences=1)
     decided = decide(account, options)
     assert decided.options.speculate == "auto"
     assert decided.account.opened.lone is not None
+
+
+def test_what_does_not_draft() -> None:
     with pytest.raises(RequestError, match="`speculate` mtp works with `tensor_parallel` on GPUs"):
         load(MODEL, device="cpu", tensor_parallel=2, speculate="mtp")
     with pytest.raises(RequestError, match="a `drafter` does not work with `tensor_parallel`"):
