@@ -201,8 +201,7 @@ def _with_vision(account: Account, options: LoadOptions) -> tuple[Decided, Visio
         account.device,
         lambda needed: decide(replace(account, vision_bytes=needed), options),
     )
-    beside_gpu = account.device != "cpu"
-    return decided, Vision(vision.opened, vision.input, place, account.dtype, beside_gpu), ""
+    return decided, Vision(vision.opened, vision.input, place, account.dtype), ""
 
 
 def decide(account: Account, options: LoadOptions) -> Decided:

@@ -1,6 +1,7 @@
 """Images of a prompt that runs: positions of its tokens, and embeddings for as long as it runs."""
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -30,7 +31,9 @@ class PromptImages:
     prepared: bool = False
     _made: dict[int, Tensor] = field(default_factory=dict)  # embeddings of spans, by start
     _work: Iterator[Tensor | Future[Any] | None] | None = None  # on the first that is not made
-    _waits: list[Future[Any]] = field(default_factory=list)  # for its first images
+    _ahead: deque[ImageSpan] = field(default_factory=deque)  # that no thread has begun with
+    # Results of threads, by the start of their spans: kept until the embeddings are taken
+    _begun: dict[int, Future[Any]] = field(default_factory=dict)
 
     def axes(self, first: int, count: int) -> Tensor | None:
         """Positions [3, count] of a chunk's tokens; None where none of them is an image's."""
@@ -51,14 +54,37 @@ class PromptImages:
     def prepare(self, first: int) -> None:
         """Let other threads begin with the next images among the tokens from `first` on."""
         self.prepared = True
-        ahead = [each.embeddings for each in self.spans if each.stop > first][:AHEAD]
-        begun = [each.prepare() for each in ahead if callable(each)]
-        self._waits = [each for each in begun if each is not None]
+        self._ahead = deque(each for each in self.spans if each.stop > first)
+        self._begin_ahead()
+
+    def _begin_ahead(self, beside: int | None = None) -> None:
+        """Begin with the next images while fewer than AHEAD are under way.
+
+        Where a thread makes the embeddings themselves an image is under way until they are there;
+        where it makes what the engine's own thread needs for that, until they have been made.
+
+        Args:
+            beside: start of the image that is being made, which does not count.
+        """
+        begun = [each for start, each in list(self._begun.items()) if start != beside]
+        free = AHEAD - sum(not _has_embeddings(each) for each in begun)
+        while free > 0 and self._ahead:
+            span = self._ahead.popleft()
+            if not callable(span.embeddings) or span.start in self._made:
+                continue
+            future = span.embeddings.prepare()
+            if future is not None:
+                self._begun[span.start] = future
+                free -= not _has_embeddings(future)
 
     def waits(self) -> list[Future[Any]]:
-        """Threads that have not come to the end of what `prepare` began."""
-        self._waits = [each for each in self._waits if not each.done()]
-        return self._waits
+        """Threads' work that has to be done before the prompt is given room."""
+        self._begin_ahead()
+        return [each for each in list(self._begun.values()) if not each.done()]
+
+    def leave(self) -> None:
+        """Let go of what threads do for the prompt, from any thread: it has been cancelled."""
+        self._ahead, self._begun, self._work = deque(), {}, None
 
     def make(
         self, first: int, count: int, until: float | None = None, others: bool = False
@@ -81,12 +107,15 @@ class PromptImages:
                 continue
             if self._work is None:
                 self._work = source()
-                self.prepare(span.stop)
+                if not self.prepared:
+                    self.prepare(span.stop)
+                self._begin_ahead(beside=span.start)
             work, self._work = self._work, None  # forgotten if it raises
             for piece in work:
                 if isinstance(piece, Tensor):
                     check_embeddings(span, piece, self.hidden)
                     self._made[span.start] = piece
+                    self._begun.pop(span.start, None)
                     break
                 if isinstance(piece, Future):
                     pauses = others or not wait([piece], TURN_S).done
@@ -102,9 +131,9 @@ class PromptImages:
         for span in self.spans:
             if span.stop <= before:
                 self._made.pop(span.start, None)
+                self._begun.pop(span.start, None)
         if self.stop <= before:
-            self._work = None
-            self._waits.clear()
+            self.leave()
 
     def embedded(self, first: int, count: int) -> tuple[Embedded, ...]:
         """Embeddings of image tokens among `count` tokens from `first` on, counted from it."""
@@ -121,6 +150,11 @@ class PromptImages:
 
     def _within(self, first: int, count: int) -> list[ImageSpan]:
         return [each for each in self.spans if each.start < first + count and first < each.stop]
+
+
+def _has_embeddings(future: Future[Any]) -> bool:
+    """True if a thread has made the embeddings of an image."""
+    return future.done() and future.exception() is None and isinstance(future.result(), Tensor)
 
 
 def images_of(spans: tuple[ImageSpan, ...], prompt: int, hidden: int) -> PromptImages | None:

@@ -61,6 +61,7 @@ class Scheduler:
         self._arriving = Lock()  # never held for longer than it takes to count
         self._arrived: deque[Sequence] = deque()  # since the last step
         self._held_back = False  # all that wait, by their clients' shares
+        self._late = False  # a prompt has been passed over for its images, which may be there now
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -103,6 +104,7 @@ class Scheduler:
 
     def next_prompt(self) -> Sequence | None:
         """Sequence whose prompt runs next, given room if there is some; None without one."""
+        self._late = False
         if self.prompt is not None or not self.waiting or not self.blocks.rows.free:
             return self.prompt
         first = self._next_waiting()
@@ -134,19 +136,18 @@ class Scheduler:
             return None
         rows = Counter(each.request.client for each in self.running)
         found: Sequence | None = None
-        late = False
         for each in self.waiting:
             own = rows[each.request.client]
             if self.share is not None and own >= self.share and each.count > SHORT:
                 continue
             if each.images is not None and each.images.waits():
-                late = True
+                self._late = True
                 continue
             if found is None or own < rows[found.request.client]:
                 found = each
             if not own:
                 break
-        self._held_back = found is None and not late
+        self._held_back = found is None and not self._late
         return found
 
     def prepare_images(self) -> None:
@@ -157,13 +158,15 @@ class Scheduler:
         for each in self.waiting:
             if each.images is not None and not each.images.prepared:
                 each.images.prepare(self.blocks.known(each))
+            elif each.images is not None:
+                each.images.waits()  # begins with the next ones
 
     def wait_for_images(self, seconds: float) -> bool:
-        """Wait for the next image that a thread prepares; False if none works on one."""
+        """Wait for the next image that a thread prepares; False if no prompt waits for one."""
         begun = [future for each in self.waiting if each.images for future in each.images.waits()]
         if begun:
             wait(begun, seconds, FIRST_COMPLETED)
-        return bool(begun)
+        return bool(begun) or self._late
 
     def keep_prompt(self, sequence: Sequence) -> None:
         """Put the whole chunks of a finished prompt into the prefix cache."""

@@ -123,6 +123,12 @@ class Sequence:
         except IndexError:
             return None
 
+    def cancel(self) -> None:
+        """Let the next step end it, and threads leave its images at once; from any thread."""
+        self.cancelled = True
+        if self.images is not None:
+            self.images.leave()
+
     def lose(self, error: LowbitError | None = None) -> None:
         """End it because its step failed or, without an error, was interrupted."""
         self.error = error or RequestError(

@@ -88,7 +88,7 @@ class Handle(Iterator[int], AsyncIterator[int]):
 
     def cancel(self) -> None:
         """End the request, and free its memory, before the next step."""
-        self._sequence.cancelled = True
+        self._sequence.cancel()
 
     def __del__(self) -> None:
         """Cancel a request that nobody waits for."""

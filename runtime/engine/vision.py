@@ -3,11 +3,10 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Generator, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
-from threading import Event
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, finalize, ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from lowbit.formats.image_settings import ImageSettings, image_settings
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 from lowbit.runtime.engine.image_input import ImageInput
 from lowbit.runtime.engine.memory import gigabytes
+from lowbit.runtime.engine.picture_threads import GoesOn, PictureThreads, PictureWork
 from lowbit.runtime.engine.vision_place import (
     CACHE_BYTES,
     TowerMemory,
@@ -38,29 +38,35 @@ from lowbit.runtime.models.vision import (
 )
 
 log = logging.getLogger("lowbit")
-CUT_BYTES = 256 << 20  # of pictures that have been cut before their turn
+AHEAD_BYTES = 256 << 20  # of patches, or of a CPU's embeddings, that are made before their turn
 THREADS = 2  # decode pictures and cut them into patches
 LEAST_PATCHES = 8192  # for which a GPU must have room: a screen of 1920 x 1080
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class CutPicture:
-    """Patches on their way, for all requests that show the picture; gone with the last of them."""
+    """Patches of a picture until the tower takes them, whoever else still waits for them."""
 
-    patches: Future[ImagePatches]
+    patches: ImagePatches | None
+
+    def take(self) -> ImagePatches | None:
+        """The patches, which are here no more; None if the tower has had them."""
+        found, self.patches = self.patches, None
+        return found
 
 
 @dataclass(slots=True, eq=False)
 class Vision:
     """The tower of a model; nothing of its weights is read before the first image.
 
-    All methods belong to the engine's thread. Pictures are decoded and cut by threads of their own.
+    All methods belong to the engine's thread. Threads decode and cut the pictures for a tower on a
+    GPU. A tower on a CPU takes seconds for each: a thread runs it beside the engine's steps, one
+    picture after another, before the prompts that show them get room.
 
     Attributes:
         input: what the rest of the program knows of images.
         place: where the tower runs; on the CPU where a GPU has become full, unless it was asked
             for.
-        beside_gpu: the model is on a GPU, which has work while a CPU runs the tower.
         known: images that have been decoded.
     """
 
@@ -68,42 +74,50 @@ class Vision:
     input: ImageInput
     place: VisionPlace
     dtype: torch.dtype
-    beside_gpu: bool = False
     cache_bytes: int = CACHE_BYTES
     known: KnownPictures = field(default_factory=KnownPictures, repr=False)
-    _tower: VisionTower | None = field(default=None, repr=False)
-    _loading: Future[VisionTower] | None = field(default=None, repr=False)
+    _tower: VisionTower | None = field(default=None, repr=False)  # on a CPU its thread's own
     _kept: OrderedDict[bytes, Tensor] = field(default_factory=OrderedDict, repr=False)
-    # Pictures that are being cut or have been; gone with the requests that show them
-    _cut: WeakKeyDictionary[Picture, CutPicture] = field(
-        default_factory=WeakKeyDictionary, repr=False
+    # By digest; gone with the last request that waits for them
+    _cuts: WeakValueDictionary[bytes, PictureWork[CutPicture]] = field(
+        default_factory=WeakValueDictionary, repr=False
     )
-    _threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lowbit-pictures"),
-        repr=False,
+    _runs: WeakValueDictionary[bytes, PictureWork[Tensor]] = field(
+        default_factory=WeakValueDictionary, repr=False
     )
-    _stopped: Event = field(default_factory=Event, repr=False)
+    _cutters: PictureThreads = field(
+        default_factory=lambda: PictureThreads(THREADS, "lowbit-pictures"), repr=False
+    )
+    _runner: PictureThreads = field(
+        default_factory=lambda: PictureThreads(1, "lowbit-tower"), repr=False
+    )
 
     def stop(self) -> None:
         """Let the threads end at their next piece, since the program waits for them at its end."""
-        self._stopped.set()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._cutters.stop()
+        self._runner.stop()
 
-    def prepare(self, picture: Picture) -> Future[ImagePatches] | None:
-        """Let another thread decode and cut a picture.
+    def prepare(self, picture: Picture) -> PictureWork[CutPicture] | PictureWork[Tensor] | None:
+        """Let another thread cut a picture, and run the tower on it where that is on a CPU.
 
         Returns:
-            Its patches; None for a picture of the cache, or if others fill the memory for patches.
+            Its patches or embeddings; None for a picture of the cache, or if those of others fill
+            the memory for them.
         """
         if picture.digest in self._kept:
             return None
-        begun = {each.digest: each for each in self._cuts()}
-        if picture.digest not in begun:
-            taken = sum(map(self._bytes_of, begun.values()))
-            if taken and taken + self._bytes_of(picture) > CUT_BYTES:
-                return None
+        on_cpu = self.place.device == "cpu"
+        begun: WeakValueDictionary[bytes, PictureWork[Any]] = self._runs if on_cpu else self._cuts
+        if (found := begun.get(picture.digest)) is not None:
+            return found
+        own = self._embedding_bytes(picture) if on_cpu else self._patch_bytes(picture)
+        # Other threads let go of requests meanwhile, so that the dictionary itself may change.
+        others = [each() for each in begun.valuerefs()]
+        taken = sum(each.size_bytes for each in others if each is not None)
+        if taken and taken + own > AHEAD_BYTES:
+            return None
         try:
-            return self._cut_of(picture)
+            return self._run_of(picture) if on_cpu else self._cut_of(picture)
         except RuntimeError:  # no thread can be started: it is tried again when its turn comes
             return None
 
@@ -118,105 +132,123 @@ class Vision:
         """
         found = self._kept.get(picture.digest)
         if found is None:
-            cut = self._cut_of(picture)
-            yield from _until_done(cut)
-            self._drop_cut(picture.digest)
-            tower = yield from self._loaded(picture)
-            for piece in self._run(tower, cut.result()):
+            on_gpu = self._is_on_gpu(picture)
+            made = self._on_gpu(picture) if on_gpu else self._on_cpu(picture)
+            for piece in made:
                 if isinstance(piece, Tensor):
                     found = piece
                 else:
                     yield piece
         if found is None:
             raise RuntimeError("the tower made no embeddings")
-        self._drop_cut(picture.digest)
+        self._drop_patches(picture.digest)
         self._keep(picture.digest, found)
         yield found
 
-    def _loaded(self, picture: Picture) -> Generator[Future[VisionTower], None, VisionTower]:
-        """The tower; for a CPU another thread loads it, since no device is to be waited for."""
-        if self._tower is None and self.place.device != "cpu":
-            self._tower = self._load(picture)
-        while self._tower is None:
-            loading = self._loading
-            own = loading is None
-            if loading is None:
-                loading = self._threads.submit(self._load, picture)
-            self._loading = loading
-            yield from _until_done(loading)
-            if self._loading is loading:
-                self._loading = None
-            try:
-                self._tower = loading.result()
-            except LowbitError:  # there may be room for this image where there was none for another
-                if own:
-                    raise
-        return self._tower
+    def _on_gpu(self, picture: Picture) -> Iterator[Tensor | Future[Any] | None]:
+        """Pieces of the run of a tower on a GPU, which is loaded in the engine's thread."""
+        image = yield from self._patches(picture)
+        try:
+            if self._tower is None:
+                self._tower = self._load()
+            yield from self._tower.pieces(image)
+        except torch.OutOfMemoryError:
+            patches = len(image.values)
+            needed = self.opened.working_bytes(patches, self.dtype)
+            raise _image_too_large(patches, needed, self.place.device) from None
 
-    def _cuts(self) -> list[Picture]:
-        """Pictures that are being cut or have been."""
-        # Other threads let go of requests meanwhile, so that the dictionary itself may change.
-        cuts = [each() for each in self._cut.keyrefs()]
-        return [each for each in cuts if each is not None]
+    def _patches(self, picture: Picture) -> Generator[Future[Any], None, ImagePatches]:
+        """Patches of a picture, in the memory of nobody else who waits for them."""
+        while True:
+            work = self._cut_of(picture)
+            yield from _until_done(work)
+            self._cuts.pop(picture.digest, None)
+            if (found := work.result().take()) is not None:
+                return found
 
-    def _drop_cut(self, digest: bytes) -> None:
-        """Forget the patches of a picture, in all requests that show it."""
-        for each in self._cuts():
-            if each.digest == digest:
-                self._cut.pop(each, None)
+    def _drop_patches(self, digest: bytes) -> None:
+        """Forget the patches of a picture, whose embeddings are there."""
+        work = self._cuts.get(digest)
+        if work is not None and work.done():
+            del self._cuts[digest]
+            if work.exception() is None:
+                work.result().take()
 
-    def _cut_of(self, picture: Picture) -> Future[ImagePatches]:
+    def _cut_of(self, picture: Picture) -> PictureWork[CutPicture]:
         """Patches of a picture, which a thread begins to cut if nobody has asked for them."""
-        same = (self._cut.get(each) for each in self._cuts() if each.digest == picture.digest)
-        cut = self._cut.get(picture) or next(same, None)
-        if cut is None:
+        work = self._cuts.get(picture.digest)
+        if work is None:
             content, settings, dtype = picture.content, picture.settings, self.dtype
-            cut = CutPicture(self._threads.submit(_patches_of, content, settings, dtype))
-            # Weakly: patches are not kept as long as a picture of theirs.
-            finalize(cut, _cancel, ref(cut.patches)).atexit = False
-        self._cut[picture] = cut
-        return cut.patches
+            work = self._cutters.begin(
+                lambda _: CutPicture(_patches_of(content, settings, dtype)),
+                self._patch_bytes(picture),
+            )
+            self._cuts[picture.digest] = work
+        return work
 
-    def _bytes_of(self, picture: Picture) -> int:
+    def _on_cpu(self, picture: Picture) -> Iterator[Tensor | Future[Any]]:
+        """Embeddings that a thread makes on a CPU."""
+        work = self._run_of(picture)
+        yield from _until_done(work)
+        if work.exception() is not None:  # memory may have room later
+            self._runs.pop(picture.digest, None)
+        yield work.result()
+
+    def _run_of(self, picture: Picture) -> PictureWork[Tensor]:
+        """Embeddings of a picture, which a thread makes if nobody has asked for them."""
+        work = self._runs.get(picture.digest)
+        if work is None:
+            content, settings = picture.content, picture.settings
+            patches, threads = _count(picture), torch.get_num_threads()
+
+            def run(goes_on: GoesOn) -> Tensor:
+                # A new thread may find another number that decode steps are being tried with.
+                torch.get_num_threads()
+                torch.set_num_threads(threads)
+                return self._embed(content, settings, patches, goes_on)
+
+            work = self._runner.begin(run, self._embedding_bytes(picture))
+            self._runs[picture.digest] = work
+        return work
+
+    @torch.inference_mode()
+    def _embed(
+        self, content: bytes, settings: ImageSettings, patches: int, goes_on: GoesOn
+    ) -> Tensor:
+        """Embeddings of an image file by a tower on a CPU, in the tower's own thread.
+
+        Raises:
+            CancelledError: nobody waits for them any more.
+        """
+        image = _patches_of(content, settings, self.dtype)
+        needed = self.opened.working_bytes(patches, self.dtype)
+        if self._tower is None:
+            self._check_host(self.opened.weight_bytes(self.dtype) + needed)
+            self._tower = load_tower(self.opened, "cpu", self.dtype)
+        # A system that lends memory would end the process that uses it.
+        if not has_room("cpu", needed):
+            raise _image_too_large(patches, needed, "cpu")
+        for piece in self._tower.pieces(image):
+            if piece is not None:
+                return piece
+            if not goes_on():
+                break
+        raise CancelledError
+
+    def _patch_bytes(self, picture: Picture) -> int:
         """Memory of a picture's patches."""
         return _count(picture) * picture.settings.patch_values * self.dtype.itemsize
 
-    def _run(
-        self, tower: VisionTower, image: ImagePatches
-    ) -> Iterator[Tensor | Future[Tensor] | None]:
-        """Pieces of a tower's run; on a CPU beside a GPU it is one piece, which a thread does."""
-        patches, on_cpu = len(image.values), tower.device.type == "cpu"
-        needed = self.opened.working_bytes(patches, self.dtype)
-        # A system that lends memory would end the process that uses it.
-        if on_cpu and not has_room("cpu", needed):
-            raise _image_too_large(patches, needed, "cpu")
-        try:
-            if on_cpu and self.beside_gpu:
-                yield from self._in_thread(tower, image)
-            else:
-                yield from tower.pieces(image)
-        except torch.OutOfMemoryError:
-            raise _image_too_large(patches, needed, tower.device.type) from None
+    def _embedding_bytes(self, picture: Picture) -> int:
+        """Memory of the embeddings of a picture."""
+        tokens = picture.rows * picture.columns
+        return tokens * self.opened.config.out_hidden_size * self.dtype.itemsize
 
-    def _check_host(self) -> None:
-        """Refuse a streamed tower whose weights the machine's memory has no room for.
-
-        Its blocks are there twice while they are copied into memory that is locked.
-        """
-        needed = self.opened.weight_bytes(self.dtype) + self.opened.streamed_bytes(self.dtype)
+    def _check_host(self, needed: int) -> None:
+        """Refuse a tower that the machine's memory has no room for."""
         if not has_room("cpu", needed):
-            raise too_large(needed, "cpu", "end other programs; text is answered meanwhile")
-
-    def _in_thread(self, tower: VisionTower, image: ImagePatches) -> Iterator[Tensor | Future[Any]]:
-        """A tower's run by a thread, which ends at its next piece once nobody waits for it."""
-        left = Event()
-        made = self._threads.submit(_embeddings, tower, image, (left, self._stopped))
-        try:
-            yield from _until_done(made)
-            yield made.result()
-        finally:
-            left.set()
-            made.cancel()
+            advice = "end other programs, or take a smaller context; text is answered meanwhile"
+            raise too_large(needed, "cpu", advice)
 
     def _keep(self, digest: bytes, made: Tensor) -> None:
         self._kept[digest] = made
@@ -224,59 +256,47 @@ class Vision:
         while sum(each.nbytes for each in self._kept.values()) > self.cache_bytes:
             self._kept.popitem(last=False)
 
-    def _load(self, picture: Picture) -> VisionTower:
-        """The tower, if there is room for it and an image.
+    def _is_on_gpu(self, picture: Picture) -> bool:
+        """True if the tower is on a GPU, or has room there; else its place becomes the CPU.
 
-        A larger one than a GPU has room for fails by itself; those after it need no CPU.
+        A larger image than a GPU has room for fails by itself; those after it need no CPU.
+
+        Raises:
+            ResourceError: it has no room there and was asked for, or no room on the CPU either.
         """
-        patches, place = _count(picture), self.place
-        if place.device != "cpu":
-            least = min(
-                LEAST_PATCHES, self.input.settings.most_pixels // self.input.settings.patch**2
-            )
-            memory = tower_memory(self.opened, least, self.dtype)
-            needed = memory.streamed if place.streamed else memory.whole
-            if not has_room(place.device, needed):
-                if place.asked:
-                    raise too_large(needed, place.device, "--vision-device cpu runs it on the CPU")
-                reason = (
-                    f"the GPU has not the {gigabytes(needed)} that it takes; a smaller context or "
-                    "cache leaves more"
-                )
-                log.warning("the vision tower runs on the CPU: %s", reason)
-                place = VisionPlace("cpu", reason=reason)
-        if place.device == "cpu":
-            needed = self.opened.weight_bytes(self.dtype)
-            needed += self.opened.working_bytes(patches, self.dtype)
-            if not has_room("cpu", needed):
-                raise too_large(needed, "cpu", "a smaller context or cache leaves more")
-        elif place.streamed:
-            self._check_host()
-        tower = load_tower(self.opened, place.device, self.dtype, place.streamed)
-        self.place = place
-        return tower
+        place = self.place
+        if place.device == "cpu" or self._tower is not None:
+            return place.device != "cpu"
+        least = min(LEAST_PATCHES, self.input.settings.most_pixels // self.input.settings.patch**2)
+        memory = tower_memory(self.opened, least, self.dtype)
+        needed = memory.streamed if place.streamed else memory.whole
+        if has_room(place.device, needed):
+            return True
+        if place.asked:
+            raise too_large(needed, place.device, "--vision-device cpu runs it on the CPU")
+        image = self.opened.working_bytes(_count(picture), self.dtype)
+        self._check_host(self.opened.weight_bytes(self.dtype) + image)
+        reason = (
+            f"the GPU has not the {gigabytes(needed)} that it takes; a smaller context or "
+            "cache leaves more"
+        )
+        log.warning("the vision tower runs on the CPU: %s", reason)
+        self.place = VisionPlace("cpu", reason=reason)
+        return False
+
+    def _load(self) -> VisionTower:
+        """The tower on a GPU that has room for it."""
+        if self.place.streamed:
+            # Its blocks are in memory twice while they are copied into memory that is locked.
+            blocks = self.opened.streamed_bytes(self.dtype)
+            self._check_host(self.opened.weight_bytes(self.dtype) + blocks)
+        return load_tower(self.opened, self.place.device, self.dtype, self.place.streamed)
 
 
 def _until_done(future: Future[Any]) -> Iterator[Future[Any]]:
     """The future, again and again, until it is done."""
     while not future.done():
         yield future
-
-
-def _cancel(future: ReferenceType[Future[Any]]) -> None:
-    """Take work back that no thread has begun."""
-    if (found := future()) is not None:
-        found.cancel()
-
-
-def _embeddings(tower: VisionTower, image: ImagePatches, ends: tuple[Event, ...]) -> Tensor:
-    """The result of a tower, unless one of the events comes first."""
-    for piece in tower.pieces(image):
-        if piece is not None:
-            return piece
-        if any(each.is_set() for each in ends):
-            break
-    raise CancelledError
 
 
 def _patches_of(content: bytes, settings: ImageSettings, dtype: torch.dtype) -> ImagePatches:

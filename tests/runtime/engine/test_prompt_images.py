@@ -242,18 +242,60 @@ def test_a_tower_that_is_left_in_the_middle_leaves_nothing(
 def test_images_are_prepared_a_few_ahead_and_never_those_of_the_cache(
     hub: Hub, fresh: Callable[..., lowbit.Model]
 ) -> None:
-    model = fresh()
-    lazy, towers = with_towers(hub.prompt(20, CAT, [END], STRIP, 70, DOT, 3, TALL, 2))
+    model, cut = fresh(), Future[Any]()
+    lazy, towers = with_towers(hub.prompt(20, CAT, [END], STRIP, 70, DOT, 3, TALL, 2), cut=cut)
     handle = model.engine.submit(asked(lazy, 2))
-    model.engine.scheduler.admit()
-    model.engine.scheduler.prepare_images()
-    assert [tower.prepared for tower in towers] == [1, 1, 0, 0]
+    for _ in range(2):
+        model.engine.scheduler.admit()
+        model.engine.scheduler.prepare_images()
+        assert [tower.prepared for tower in towers] == [1, 1, 0, 0]
+        if not cut.done():
+            cut.set_result("patches")
     handle.result()
-    assert all(tower.prepared and tower.calls == 1 for tower in towers)
+    assert [(tower.prepared, tower.calls) for tower in towers] == [(1, 1)] * 4
     known, [tower] = with_towers(hub.prompt(70, [END], CAT, 70, [END], 9))
     for _ in range(2):
         submitted(model, known, 2)
         assert (tower.prepared, tower.calls) == (1, 1)
+
+
+def test_a_prompt_waits_for_all_embeddings_that_threads_make(
+    hub: Hub, fresh: Callable[..., lowbit.Model]
+) -> None:
+    """A few at a time, while others pass it."""
+    plain = hub.prompt(20, CAT, [END], STRIP, 70, DOT, 3, TALL, 2)
+    expected, model = said(submitted(fresh(), plain)), fresh()
+    towers = tuple(Tower(each, cut=Future()) for each in plain.spans)
+    pairs = zip(plain.spans, towers, strict=True)
+    spans = tuple(replace(span, embeddings=tower) for span, tower in pairs)
+    late = model.engine.submit(asked(replace(plain, spans=spans)))
+    for count, tower in enumerate(towers, start=2):
+        assert said(submitted(model, hub.prompt(20, seed=count), 3))
+        assert [each.prepared for each in towers] == [1] * min(count, 4) + [0] * (4 - count)
+        assert [each.phase for each in model.engine.scheduler.queued] == ["waiting"]
+        assert tower.cut is not None
+        tower.cut.set_result(tower.span.embeddings)
+    late.result()
+    assert said(late) == expected
+    assert [tower.calls for tower in towers] == [1] * 4
+    assert late._sequence.images is not None
+    assert not late._sequence.images._begun
+
+
+def test_a_prompt_whose_images_come_between_two_looks_is_not_refused(
+    hub: Hub, fresh: Callable[..., lowbit.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, cut = fresh(), Future[Any]()
+    lazy, _ = with_towers(hub.prompt(*PROMPTS["one"]), cut=cut)
+    wait_for_images = model.engine.scheduler.wait_for_images
+
+    def later(seconds: float) -> bool:
+        if not cut.done():
+            cut.set_result(None)
+        return wait_for_images(seconds)
+
+    monkeypatch.setattr(model.engine.scheduler, "wait_for_images", later)
+    assert submitted(model, lazy).finish_reason == "length"
 
 
 def test_a_thread_that_fails_ends_its_own_request_alone(

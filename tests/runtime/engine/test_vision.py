@@ -1,6 +1,5 @@
 """Messages with images through `load`, against transformers, and the tower's cache."""
 
-import gc
 import subprocess
 import sys
 import threading
@@ -17,7 +16,8 @@ from lowbit.formats.errors import CheckpointError, RequestError, ResourceError
 from lowbit.runtime.engine import vision as module
 from lowbit.runtime.engine import vision_place
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.engine.vision import Vision
+from lowbit.runtime.engine.picture_threads import PictureThreads, PictureWork
+from lowbit.runtime.engine.vision import CutPicture, Vision
 from lowbit.runtime.engine.vision_place import VisionPlace
 from lowbit.runtime.images.patches import ImagePatches, image_patches
 from lowbit.runtime.images.picture import Picture
@@ -62,6 +62,21 @@ def embedded(vision: Vision, picture: Picture) -> torch.Tensor:
         elif piece is not None:
             found = piece
     return found
+
+
+def on_gpu(model: Model) -> Vision:
+    """The vision of a model whose tower counts as one on a GPU."""
+    vision = model.vision
+    assert vision is not None
+    vision.place = VisionPlace("cuda")
+    vision._tower = load_tower(vision.opened, "cpu", torch.float32)
+    return vision
+
+
+def held_up(threads: PictureThreads) -> tuple[threading.Event, list[PictureWork[bool]]]:
+    """Keep all threads busy until the event is set."""
+    may = threading.Event()
+    return may, [threads.begin(lambda _: may.wait(30), 0) for _ in range(threads.most)]
 
 
 def user(*parts: str | bytes) -> Message:
@@ -147,7 +162,7 @@ def test_no_weight_of_the_tower_is_read_before_the_first_image(
     loads: list[str] = []
 
     def counted(
-        opened: OpenedTower, device: str, dtype: torch.dtype, streamed: bool
+        opened: OpenedTower, device: str, dtype: torch.dtype, streamed: bool = False
     ) -> VisionTower:
         loads.append(device)
         return load_tower(opened, device, dtype, streamed)
@@ -300,6 +315,8 @@ def test_a_gpu_that_an_image_fills_says_so(model: Model, monkeypatch: pytest.Mon
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(VisionTower, "pieces", full)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 2000))
+    on_gpu(model)
     with pytest.raises(ResourceError, match="an image of 216 patches needs") as e:
         model.generate([user(CAT)], max_new_tokens=2)
     assert "detail" in str(e.value.hint)
@@ -329,8 +346,7 @@ def test_a_picture_is_cut_once_by_another_thread(
         return image_patches(*given)
 
     monkeypatch.setattr(module, "image_patches", noted)
-    vision = model.vision
-    assert vision is not None
+    vision = on_gpu(model)
     cat = model.prompts.reader().read(CAT)
     begun = vision.prepare(cat)
     assert begun is not None
@@ -340,24 +356,26 @@ def test_a_picture_is_cut_once_by_another_thread(
     assert [name[:15] for name in threads] == ["lowbit-pictures"]
     model.generate([user("See ", CAT, DOG, CAT)], max_new_tokens=2)
     assert len(threads) == 2
-    assert not list(vision._cut)
+    del begun
+    assert not list(vision._cuts)
 
 
 def test_few_pictures_are_cut_before_their_turn(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of requests that are gone do not count."""
-    vision = model.vision
-    assert vision is not None
+    vision = on_gpu(model)
     cat, dog = (model.prompts.reader().read(each) for each in (CAT, DOG))
-    monkeypatch.setattr(module, "CUT_BYTES", vision._bytes_of(cat))
+    monkeypatch.setattr(module, "AHEAD_BYTES", vision._patch_bytes(cat))
     begun = vision.prepare(cat)
     assert begun is not None
-    assert begun.result().values.nbytes == vision._bytes_of(cat)
+    cut = begun.result()
+    assert isinstance(cut, CutPicture)
+    assert cut.patches is not None
+    assert cut.patches.values.nbytes == begun.size_bytes == vision._patch_bytes(cat)
     assert vision.prepare(dog) is None
     assert embedded(vision, dog).shape == (dog.rows * dog.columns, 64)
-    del cat
-    gc.collect()
+    del begun
     dog = model.prompts.reader().read(saved(picture(71, 130, 2)))
     assert vision.prepare(dog) is not None
 
@@ -365,46 +383,108 @@ def test_few_pictures_are_cut_before_their_turn(
 def test_patches_of_a_picture_that_another_request_has_shown_are_not_kept(
     model: Model, runs: list[ImagePatches]
 ) -> None:
-    vision = model.vision
-    assert vision is not None
+    vision = on_gpu(model)
     one, same = (model.prompts.reader().read(CAT) for _ in range(2))
-    for each in (one, same):
-        assert vision.prepare(each) is not None
+    first = vision.prepare(one)
+    work = vision.pieces(one)
+    while isinstance(next(work), Future):
+        pass
+    second = vision.prepare(same)  # while the tower runs for the first
+    assert None is not first is not second is not None
+    second.result()
+    for _ in work:
+        pass
+    for each in (first, second):
+        cut = each.result()
+        assert isinstance(cut, CutPicture)
+        assert cut.patches is None
     assert embedded(vision, one) is embedded(vision, same)
     assert len(runs) == 1
-    assert not vision._cut.keyrefs()
+    assert not list(vision._cuts)
 
 
-def test_a_tower_beside_a_full_gpu_runs_in_a_thread(
+def test_a_tower_on_a_cpu_runs_in_a_thread_of_its_own(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everybody on the GPU would wait for the CPU otherwise."""
-    expected = embedded(model.vision, model.prompts.reader().read(CAT))  # type: ignore[arg-type]
+    """Pictures follow each other in the order in which they were asked for."""
+    expected = [embedded(on_gpu(model), model.prompts.reader().read(each)) for each in (CAT, DOG)]
     vision = model.vision
     assert vision is not None
     vision._kept.clear()
-    vision.beside_gpu = True
-    threads: list[str] = []
+    vision.place, vision._tower = VisionPlace("cpu"), None
+    threads: list[tuple[str, int]] = []
     pieces = VisionTower.pieces
 
     def noted(tower: VisionTower, image: ImagePatches) -> Iterator[torch.Tensor | None]:
-        threads.append(threading.current_thread().name)
+        threads.append((threading.current_thread().name[:12], image.rows))
         return pieces(tower, image)
 
     monkeypatch.setattr(VisionTower, "pieces", noted)
-    found = embedded(vision, model.prompts.reader().read(CAT))
-    assert torch.equal(found, expected)
-    assert [name[:15] for name in threads] == ["lowbit-pictures"]
+    cat, dog = (model.prompts.reader().read(each) for each in (CAT, DOG))
+    works = [vision.prepare(each) for each in (cat, dog)]
+    assert vision.prepare(cat) is works[0]
+    for work, each in zip(works, expected, strict=True):
+        assert work is not None
+        found = work.result()
+        assert isinstance(found, torch.Tensor)
+        assert torch.equal(found, each)
+        assert work.size_bytes == found.nbytes
+    assert threads == [("lowbit-tower", cat.rows), ("lowbit-tower", dog.rows)]
+    assert embedded(vision, dog) is works[1].result()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("ending", ["cancelled", "stopped"])
+def test_a_text_is_answered_while_the_tower_runs_on_the_cpu(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that has come later, and with the same bits for the picture."""
+    seen = [user("See ", CAT, DOG, saved(picture(200, 80, 3)))]
+    expected = model.generate(seen, max_new_tokens=4, sampling=GREEDY).token_ids
+    assert model.vision is not None
+    model.vision._kept.clear()
+    model.engine.forget()
+    begun, may = threading.Event(), threading.Event()
+    pieces = VisionTower.pieces
+
+    def held(tower: VisionTower, image: ImagePatches) -> Iterator[torch.Tensor | None]:
+        begun.set()
+        assert may.wait(30)
+        yield from pieces(tower, image)
+
+    monkeypatch.setattr(VisionTower, "pieces", held)
+    made = model.encode_prompt(seen, None)
+    request = model.request(made.ids, images=made.images, max_new_tokens=4, sampling=GREEDY)
+    late = model.engine.submit(request)
+    while not begun.is_set():
+        assert model.engine.step()
+    text = model.generate("Hi", max_new_tokens=9, sampling=GREEDY)
+    assert len(text.token_ids) > 1
+    assert not late.begun
+    assert late.queued_s is None  # it holds no row
+    may.set()
+    assert late.result() == expected
+
+
+def test_few_embeddings_are_made_before_their_turn(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vision = model.vision
+    assert vision is not None
+    cat, dog = (model.prompts.reader().read(each) for each in (CAT, DOG))
+    monkeypatch.setattr(module, "AHEAD_BYTES", vision._embedding_bytes(cat))
+    begun = vision.prepare(cat)
+    assert begun is not None
+    assert vision.prepare(dog) is None
+    assert embedded(vision, dog).shape == (dog.rows * dog.columns, 64)
+    del begun
+    assert vision.prepare(cat) is not None
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "stopped", "main thread ended"])
 def test_a_tower_that_nobody_waits_for_ends_at_its_next_piece(
     model: Model, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     vision = model.vision
     assert vision is not None
-    embedded(vision, model.prompts.reader().read(DOG))  # loads it
-    vision.beside_gpu = True
     begun, goes_on, ended = (threading.Event() for _ in range(3))
 
     def endless(tower: VisionTower, image: ImagePatches) -> Iterator[None]:
@@ -422,62 +502,81 @@ def test_a_tower_that_nobody_waits_for_ends_at_its_next_piece(
         assert isinstance(next(work), Future)
     if ending == "cancelled":
         del work
-    else:
+    elif ending == "stopped":
         vision.stop()
+    else:
+        gone = threading.Thread()
+        monkeypatch.setattr(threading, "main_thread", lambda: gone)
     goes_on.set()
     assert ended.wait(30)
 
 
-def test_a_picture_that_is_gone_is_not_cut(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    vision = model.vision
-    assert vision is not None
-    goes_on = threading.Event()
-    busy = [vision._threads.submit(goes_on.wait, 30) for _ in range(module.THREADS)]
+def test_a_cancelled_request_leaves_the_tower_at_once(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind Ctrl-C in a chat, where no step follows."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def endless(tower: VisionTower, image: ImagePatches) -> Iterator[None]:
+        begun.set()
+        try:
+            while True:
+                yield None
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(VisionTower, "pieces", endless)
+    made = model.encode_prompt([user(CAT)], None)
+    handle = model.engine.submit(model.request(made.ids, images=made.images))
+    while not begun.is_set():
+        assert model.engine.step()
+    handle.cancel()
+    assert ended.wait(30)
+
+
+def test_a_picture_that_is_gone_is_not_cut(model: Model) -> None:
+    vision = on_gpu(model)
+    goes_on, busy = held_up(vision._cutters)
     cat, dog = (model.prompts.reader().read(each) for each in (CAT, DOG))
     gone, kept = vision.prepare(cat), vision.prepare(dog)
-    assert gone is not None
     assert kept is not None
-    del cat
-    gc.collect()
-    assert gone.cancelled()
+    assert len(vision._cuts) == 2
+    del gone
+    assert len(vision._cuts) == 1
     goes_on.set()
     assert all(each.result() for each in busy)
-    assert kept.result().values.nbytes == vision._bytes_of(dog)
+    assert isinstance(kept.result(), CutPicture)
 
 
 def test_two_requests_with_one_picture_have_it_cut_once(model: Model) -> None:
     """It goes on for the second where the first has gone."""
-    vision = model.vision
-    assert vision is not None
-    goes_on = threading.Event()
-    busy = [vision._threads.submit(goes_on.wait, 30) for _ in range(module.THREADS)]
+    vision = on_gpu(model)
+    goes_on, busy = held_up(vision._cutters)
     first, second = (model.prompts.reader().read(CAT) for _ in range(2))
-    begun = vision.prepare(first)
-    assert begun is not None
-    assert vision.prepare(second) is begun
-    del first
-    gc.collect()
-    assert not begun.cancelled()
+    begun, same = (vision.prepare(each) for each in (first, second))
+    assert begun is same is not None
+    del begun, first
     goes_on.set()
     assert all(each.result() for each in busy)
     assert embedded(vision, second).shape == (second.rows * second.columns, 64)
-    assert not list(vision._cut)
+    assert same.done()
+    assert not list(vision._cuts)
 
 
-def test_the_tower_is_loaded_again_where_an_image_that_is_gone_was_too_large(
+def test_an_image_that_was_too_large_is_tried_again(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vision = model.vision
     assert vision is not None
-    cat, dog = (model.prompts.reader().read(each) for each in (CAT, DOG))
-    failed = Future[VisionTower]()
-    failed.set_exception(ResourceError("needs more than there is"))
-    vision._loading = failed  # of a request that was cancelled meanwhile
-    assert len(embedded(vision, dog)) == dog.rows * dog.columns
-    vision._tower = None
-    monkeypatch.setattr(vision_place, "free_bytes", lambda device: 0)
-    with pytest.raises(ResourceError, match="for the vision tower"):
-        embedded(vision, cat)
+    cat = model.prompts.reader().read(CAT)
+    with monkeypatch.context() as full:
+        full.setattr(vision_place, "free_bytes", lambda device: 0)
+        work = vision.prepare(cat)
+        for _ in range(2):
+            with pytest.raises(ResourceError, match="for the vision tower"):
+                embedded(vision, cat)
+    assert work is not None
+    assert len(embedded(vision, cat)) == cat.rows * cat.columns
 
 
 def test_two_prompts_may_wait_for_one_tower(model: Model) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -29,6 +30,7 @@ from tests.runtime.serve.conftest import (
     SHORT,
     Running,
     SlowDecoding,
+    busy,
     post,
     turns,
     until,
@@ -219,6 +221,30 @@ def test_text_does_not_wait_for_images(
             until(lambda: seeing.service.active == THREADS)
             assert ask(seeing, path, user(text(path, "Hi"))).status_code == 200
             assert not decoding.acquire(blocking=False)
+        finally:
+            may.set()
+        assert all(each.result().status_code == 200 for each in sent)
+
+
+def test_text_does_not_wait_for_the_tower(seeing: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may = threading.Semaphore(0), threading.Event()
+    pieces = VisionTower.pieces
+
+    def held(tower: VisionTower, image: ImagePatches) -> Iterator[Any]:
+        begun.release()
+        assert may.wait(60)
+        yield from pieces(tower, image)
+
+    monkeypatch.setattr(VisionTower, "pieces", held)
+    files = [saved(picture(201 + n, 60)) for n in range(3)]  # more than there are rows
+    urls = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
+    with ThreadPoolExecutor(len(urls)) as clients:
+        try:
+            sent = [clients.submit(ask, seeing, CHAT, user(image(CHAT, url))) for url in urls]
+            assert begun.acquire(timeout=30)
+            until(lambda: busy(seeing) == len(urls))
+            assert ask(seeing, CHAT, user(text(CHAT, "Hi"))).status_code == 200
+            assert not begun.acquire(blocking=False)  # one tower runs at a time
         finally:
             may.set()
         assert all(each.result().status_code == 200 for each in sent)
