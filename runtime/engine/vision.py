@@ -28,7 +28,7 @@ from lowbit.runtime.engine.vision_place import (
     tower_memory,
 )
 from lowbit.runtime.images.patches import ImagePatches, image_patches
-from lowbit.runtime.images.picture import KnownPictures, Picture
+from lowbit.runtime.images.picture import KnownPictures, Picture, Pixels
 from lowbit.runtime.models.vision import (
     OpenedTower,
     VisionTower,
@@ -178,10 +178,9 @@ class Vision:
         """Patches of a picture, which a thread begins to cut if nobody has asked for them."""
         work = self._cuts.get(picture.digest)
         if work is None:
-            content, settings, dtype = picture.content, picture.settings, self.dtype
+            cut = _Cut(picture.content, picture.settings, self.dtype, picture.take_pixels())
             work = self._cutters.begin(
-                lambda _: CutPicture(_patches_of(content, settings, dtype)),
-                self._patch_bytes(picture),
+                lambda _: CutPicture(cut.patches()), self._patch_bytes(picture)
             )
             self._cuts[picture.digest] = work
         return work
@@ -198,29 +197,27 @@ class Vision:
         """Embeddings of a picture, which a thread makes if nobody has asked for them."""
         work = self._runs.get(picture.digest)
         if work is None:
-            content, settings = picture.content, picture.settings
+            cut = _Cut(picture.content, picture.settings, self.dtype, picture.take_pixels())
             patches, threads = _count(picture), torch.get_num_threads()
 
             def run(goes_on: GoesOn) -> Tensor:
                 # A new thread may find another number that decode steps are being tried with.
                 torch.get_num_threads()
                 torch.set_num_threads(threads)
-                return self._embed(content, settings, patches, goes_on)
+                return self._embed(cut, patches, goes_on)
 
             work = self._runner.begin(run, self._embedding_bytes(picture))
             self._runs[picture.digest] = work
         return work
 
     @torch.inference_mode()
-    def _embed(
-        self, content: bytes, settings: ImageSettings, patches: int, goes_on: GoesOn
-    ) -> Tensor:
+    def _embed(self, cut: "_Cut", patches: int, goes_on: GoesOn) -> Tensor:
         """Embeddings of an image file by a tower on a CPU, in the tower's own thread.
 
         Raises:
             CancelledError: nobody waits for them any more.
         """
-        image = _patches_of(content, settings, self.dtype)
+        image = cut.patches()
         needed = self.opened.working_bytes(patches, self.dtype)
         if self._tower is None:
             self._check_host(self.opened.weight_bytes(self.dtype) + needed)
@@ -299,10 +296,20 @@ def _until_done(future: Future[Any]) -> Iterator[Future[Any]]:
         yield future
 
 
-def _patches_of(content: bytes, settings: ImageSettings, dtype: torch.dtype) -> ImagePatches:
-    """Patches in the tower's type, which are less to copy to its device."""
-    found = image_patches(content, settings)
-    return replace(found, values=found.values.to(dtype))
+@dataclass(slots=True)
+class _Cut:
+    """A picture that a thread is to cut, apart from the request that shows it."""
+
+    content: bytes
+    settings: ImageSettings
+    dtype: torch.dtype
+    pixels: Pixels | None  # None where it has to be decoded again
+
+    def patches(self) -> ImagePatches:
+        """Patches in the tower's type, which are less to copy to its device."""
+        pixels, self.pixels = self.pixels, None
+        found = image_patches(self.content, self.settings, pixels=pixels)
+        return replace(found, values=found.values.to(self.dtype))
 
 
 def _count(picture: Picture) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowbit.formats.image_settings import CHANNELS, ImageSettings
 from lowbit.runtime.images.decode import ImageLimits, decode_image
-from lowbit.runtime.images.picture import digest_of
+from lowbit.runtime.images.picture import Pixels, digest_of
 from lowbit.runtime.images.resize import resize
 
 
@@ -40,16 +40,20 @@ def image_patches(
     content: bytes,
     settings: ImageSettings,
     limits: ImageLimits = ImageLimits(),  # noqa: B008 - frozen
+    pixels: Pixels | None = None,
 ) -> ImagePatches:
     """Decode, resize and cut an image file.
+
+    Args:
+        pixels: of the file, where it has been decoded.
 
     Raises:
         RequestError, ResourceError: see `decode_image`.
     """
-    pixels = resize(decode_image(content, limits), settings)
+    resized = resize(pixels or decode_image(content, limits), settings)
     return ImagePatches(
-        values=cut(pixels, settings),
-        grid=(pixels.shape[0] // settings.patch, pixels.shape[1] // settings.patch),
+        values=cut(resized, settings),
+        grid=(resized.shape[0] // settings.patch, resized.shape[1] // settings.patch),
         merge=settings.merge,
         digest=digest_of(content, settings),
     )

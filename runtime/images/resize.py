@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from lowbit.formats.image_settings import CHANNELS, ImageSettings
+from lowbit.runtime.images.picture import Pixels
 from lowbit.runtime.images.size import smart_size
 
 if TYPE_CHECKING:
@@ -21,18 +22,21 @@ if TYPE_CHECKING:
 STRIP_PIXELS = 1 << 20  # that Pillow copies while no other thread runs
 
 
-def resize(image: "Image", settings: ImageSettings) -> Tensor:
+def resize(image: "Image | Pixels", settings: ImageSettings) -> Tensor:
     """Pixels of an RGB image in the size of `smart_size`: [height, width, 3] uint8."""
+    size = image.width, image.height
     channels = _pixels_of(image)[None].permute(0, 3, 1, 2)
-    width, height = smart_size(image.width, image.height, settings)
-    if (width, height) != image.size:
+    width, height = smart_size(*size, settings)
+    if (width, height) != size:
         channels = interpolate(channels, size=(height, width), mode="bicubic", antialias=True)
     return channels[0].permute(1, 2, 0)
 
 
-def _pixels_of(image: "Image") -> Tensor:
+def _pixels_of(image: "Image | Pixels") -> Tensor:
     """Pixels of an RGB image: [height, width, 3] uint8."""
-    width, height = image.size
+    width, height = image.width, image.height
+    if isinstance(image, Pixels):
+        return torch.frombuffer(image.rgb, dtype=torch.uint8).view(height, width, CHANNELS)
     found = torch.empty(height, width, CHANNELS, dtype=torch.uint8)
     rows = max(STRIP_PIXELS // width, 1)
     for top in range(0, height, rows):

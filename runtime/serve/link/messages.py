@@ -24,7 +24,7 @@ from lowbit.runtime.engine.request import Limits, Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stats import Load, Speculated
-from lowbit.runtime.images.picture import Picture
+from lowbit.runtime.images.picture import Picture, Pixels
 from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.answer import OutputStart
 
@@ -127,15 +127,22 @@ class Constraints(msgspec.Struct, array_like=True, frozen=True):
     calls: tuple[int, int] | None = None
 
 
-class ShownImage(msgspec.Struct, array_like=True, frozen=True):
-    """An image of a prompt, as the file that it is: much less than its pixels or embeddings."""
+class ShownPicture(msgspec.Struct, array_like=True, frozen=True):
+    """A picture of a prompt: its file, and pixels where they take longer to decode than to send."""
 
-    start: int  # index of its first token
     content: bytes
     settings: ImageSettings
     rows: int
     columns: int
     digest: bytes
+    pixels: Pixels | None
+
+
+class ShownImage(msgspec.Struct, array_like=True, frozen=True):
+    """A place of a prompt where a picture is."""
+
+    start: int  # index of its first token
+    picture: int  # number of the picture, which may be in several places
 
 
 class Begin(Message):
@@ -152,6 +159,7 @@ class Begin(Message):
     stop_ids: frozenset[int]
     message_ends: frozenset[int]
     prompt_logprobs: int | None
+    pictures: list[ShownPicture]
     images: list[ShownImage]
     client: str
     begin: OutputStart
@@ -162,6 +170,10 @@ class Begin(Message):
 
         embedder: makes the embeddings of pictures.
         """
+        pictures = [
+            Picture(each.content, each.settings, each.rows, each.columns, each.digest, each.pixels)
+            for each in self.pictures
+        ]
         first = Request(
             prompt=tuple(self.prompt),
             max_new_tokens=self.count,
@@ -169,12 +181,7 @@ class Begin(Message):
             message_ends=self.message_ends,
             prompt_logprobs=self.prompt_logprobs,
             images=tuple(
-                span_of(
-                    Picture(each.content, each.settings, each.rows, each.columns, each.digest),
-                    each.start,
-                    embedder,
-                )
-                for each in self.images
+                span_of(pictures[each.picture], each.start, embedder) for each in self.images
             ),
             client=self.client,
             begin=self.begin,
@@ -190,6 +197,9 @@ def begin_of(
     request = requests[0]
     if request.count is None or request.constraint is not None:
         raise ValueError("the request has not been checked, or has what no message can carry")
+    shown = [_picture_of(each) for each in request.images]
+    pictures = {each.digest: each for each in shown}
+    places = {digest: number for number, digest in enumerate(pictures)}
     return Begin(
         numbers=list(numbers),
         id=id,
@@ -199,20 +209,28 @@ def begin_of(
         stop_ids=request.stop_ids,
         message_ends=request.message_ends,
         prompt_logprobs=request.prompt_logprobs,
-        images=[_shown(each) for each in request.images],
+        pictures=[_shown(each) for each in pictures.values()],
+        images=[
+            ShownImage(span.start, places[each.digest])
+            for span, each in zip(request.images, shown, strict=True)
+        ],
         client=request.client,
         begin=request.begin,
         constraints=constraints,
     )
 
 
-def _shown(span: ImageSpan) -> ShownImage:
+def _picture_of(span: ImageSpan) -> Picture:
     made = span.embeddings
     if not isinstance(made, PictureEmbeddings):
         raise ValueError("an image without its file cannot be sent")
-    found = made.picture
-    return ShownImage(
-        span.start, found.content, found.settings, found.rows, found.columns, found.digest
+    return made.picture
+
+
+def _shown(found: Picture) -> ShownPicture:
+    pixels = found.take_pixels()  # a request is kept as long as its answer
+    return ShownPicture(
+        found.content, found.settings, found.rows, found.columns, found.digest, pixels
     )
 
 

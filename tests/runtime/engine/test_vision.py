@@ -19,6 +19,9 @@ from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.picture_threads import PictureThreads, PictureWork
 from lowbit.runtime.engine.vision import CutPicture, Vision
 from lowbit.runtime.engine.vision_place import VisionPlace
+from lowbit.runtime.images import patches as patches_module
+from lowbit.runtime.images import picture as picture_module
+from lowbit.runtime.images.decode import decode_image
 from lowbit.runtime.images.patches import ImagePatches, image_patches
 from lowbit.runtime.images.picture import Picture
 from lowbit.runtime.models.vision import OpenedTower, VisionTower, load_tower
@@ -341,9 +344,9 @@ def test_a_picture_is_cut_once_by_another_thread(
 ) -> None:
     threads: list[str] = []
 
-    def noted(*given: Any) -> ImagePatches:
+    def noted(*given: Any, **named: Any) -> ImagePatches:
         threads.append(threading.current_thread().name)
-        return image_patches(*given)
+        return image_patches(*given, **named)
 
     monkeypatch.setattr(module, "image_patches", noted)
     vision = on_gpu(model)
@@ -358,6 +361,25 @@ def test_a_picture_is_cut_once_by_another_thread(
     assert len(threads) == 2
     del begun
     assert not list(vision._cuts)
+
+
+def test_a_picture_is_decoded_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[bytes] = []
+
+    def counted(content: bytes, *given: Any) -> Any:
+        decoded.append(content)
+        return decode_image(content, *given)
+
+    for owner in (picture_module, patches_module):
+        monkeypatch.setattr(owner, "decode_image", counted)
+    for vision in (model.vision, on_gpu(model)):
+        assert vision is not None
+        vision._kept.clear()
+        vision.known._sizes.clear()
+        model.engine.forget()
+        decoded.clear()
+        model.generate([user("See ", CAT, DOG, CAT)], max_new_tokens=2)
+        assert decoded == [CAT, DOG]
 
 
 def test_few_pictures_are_cut_before_their_turn(

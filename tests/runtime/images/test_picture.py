@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from PIL.Image import Image
 
 from lowbit.formats.errors import RequestError
+from lowbit.runtime.images import patches
 from lowbit.runtime.images import picture as module
 from lowbit.runtime.images.decode import ImageLimits, decode_image
 from lowbit.runtime.images.patches import image_patches
@@ -20,9 +22,9 @@ def test_a_picture_has_the_tokens_and_the_digest_of_its_patches() -> None:
     for width, height in ((90, 70), (31, 500), (700, 400)):
         file = saved(picture(width, height))
         found = PictureReader(SETTINGS).read(file)
-        patches = image_patches(file, found.settings)
-        assert (found.rows, found.columns) == (patches.rows, patches.columns)
-        assert found.digest == patches.digest
+        made = image_patches(file, found.settings)
+        assert (found.rows, found.columns) == (made.rows, made.columns)
+        assert found.digest == made.digest
 
 
 def test_a_detail_limits_the_pixels() -> None:
@@ -92,5 +94,44 @@ def test_few_sizes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_KNOWN", 2)
     known, limits = KnownPictures(), ImageLimits()
     files = [saved(picture(40, 40, seed)) for seed in range(3)]
-    assert [known.size_of(each, limits)[1] for each in files] == [True] * 3
-    assert [known.size_of(each, limits)[1] for each in (files[2], files[0])] == [False, True]
+
+    def decoded(*files: bytes) -> list[bool]:
+        return [known.size_of(each, limits)[1] is not None for each in files]
+
+    assert decoded(*files) == [True] * 3
+    assert decoded(files[2], files[0]) == [False, True]
+
+
+@pytest.mark.parametrize("size", [(90, 70), (64, 96), (700, 500)])
+def test_decoded_pixels_make_the_same_patches(
+    size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = saved(picture(*size))
+    expected = image_patches(file, SETTINGS)
+    found = PictureReader(SETTINGS).read(file)
+    monkeypatch.setattr(patches, "decode_image", None)
+    pixels = found.take_pixels()
+    assert pixels is not None
+    assert found.take_pixels() is None  # they are nobody else's
+    made = image_patches(file, SETTINGS, pixels=pixels)
+    assert torch.equal(made.values, expected.values)
+    assert (made.grid, made.digest) == (expected.grid, expected.digest)
+
+
+def test_pixels_that_are_decoded_as_fast_as_sent_are_not_handed_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MOST_KEPT_PIXELS", 2 * 90 * 70)
+    reader = PictureReader(SETTINGS)
+    assert reader.read(saved(picture(90, 70), "JPEG")).pixels is None
+    assert reader.read(saved(picture(128, 128))).pixels is None
+    files = [saved(picture(90, 70, seed)) for seed in range(3)]
+    assert [reader.read(each).pixels is not None for each in files] == [True, True, False]
+
+
+def test_a_file_that_a_prompt_shows_again_is_the_same_picture() -> None:
+    reader = PictureReader(WIDE)
+    large = saved(picture(2000, 1500))
+    assert reader.read(large) is reader.read(bytes(bytearray(large)))
+    assert reader.read(large, "low") is not reader.read(large)
+    assert reader.count == 4

@@ -14,6 +14,7 @@ import lowbit.runtime as lowbit
 from lowbit.runtime.engine import vision
 from lowbit.runtime.engine.prompt_images import PromptImages
 from lowbit.runtime.engine.scheduler import BlockManager
+from lowbit.runtime.images import patches as patches_module
 from lowbit.runtime.images import picture as limits
 from lowbit.runtime.images.decode import decode_image
 from lowbit.runtime.images.patches import ImagePatches, image_patches
@@ -271,9 +272,9 @@ def test_several_answers_and_streams_see_the_image(
         decoded.append(content)
         return decode_image(content, *given)
 
-    def patches(content: bytes, *given: Any) -> ImagePatches:
+    def patches(content: bytes, *given: Any, **named: Any) -> ImagePatches:
         cut.append(content)
-        return image_patches(content, *given)
+        return image_patches(content, *given, **named)
 
     def tower(self: VisionTower, image: ImagePatches) -> Iterator[Any]:
         towers.append(image)
@@ -287,6 +288,7 @@ def test_several_answers_and_streams_see_the_image(
 
     monkeypatch.setattr(seeing.service.channel, "send", sent)
     monkeypatch.setattr(limits, "decode_image", decode)
+    monkeypatch.setattr(patches_module, "decode_image", decode)  # once in both processes
     monkeypatch.setattr(vision, "image_patches", patches)
     monkeypatch.setattr(VisionTower, "pieces", tower)
     url = "data:image/png;base64," + base64.b64encode(saved(picture(310, 200))).decode()
@@ -295,7 +297,9 @@ def test_several_answers_and_streams_see_the_image(
     assert len(found["choices"]) == 8
     [message] = [each for each in begun if isinstance(each, Begin)]
     assert len(message.numbers) == 8
-    assert len(message.images) == len(decoded) == len(cut) == len(towers) == 1
+    assert (
+        len(message.pictures) == len(message.images) == len(decoded) == len(cut) == len(towers) == 1
+    )
     body |= {"n": 1, "stream": True}
     assert httpx2.post(seeing.url + CHAT, json=body, timeout=60).text.endswith("data: [DONE]\n\n")
 
@@ -314,7 +318,7 @@ def test_the_list_of_models_says_who_takes_images(seeing: Running, server: Runni
         (PromptImages, "make"),
         (vision.Vision, "prepare"),
         (vision.Vision, "pieces"),
-        (vision, "_patches_of"),
+        (vision._Cut, "patches"),
         (VisionTower, "embed"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,

@@ -51,6 +51,7 @@ def asking(number: int, count: int = 3, constraints: Constraints | None = None) 
         stop_ids=frozenset(),
         message_ends=frozenset(),
         prompt_logprobs=None,
+        pictures=[],
         images=[],
         client="",
         begin="raw",

@@ -16,7 +16,7 @@ from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stats import Load, OfSource, Speculated
-from lowbit.runtime.images.picture import Picture
+from lowbit.runtime.images.picture import Picture, Pixels
 from lowbit.runtime.serve.link.messages import (
     Begin,
     Constraints,
@@ -75,7 +75,8 @@ def test_every_field_that_the_engine_looks_at_is_carried() -> None:
     names = list(Request.__dataclass_fields__)
     looked_at = {*names[: names.index("client") + 1], "count"}
     looked_at -= {"constraint", "salt", "max_new_tokens"}
-    assert looked_at | {"numbers", "id", "begin", "constraints"} == set(Begin.__struct_fields__)
+    own = {"numbers", "id", "begin", "constraints", "pictures"}
+    assert looked_at | own == set(Begin.__struct_fields__)
 
 
 def test_images_are_carried_as_their_files() -> None:
@@ -96,6 +97,30 @@ def test_images_are_carried_as_their_files() -> None:
     assert callable(span.embeddings)
     span.embeddings()
     assert (made[0].content, made[0].settings) == (b"\x89PNG", SETTINGS)
+
+
+def test_a_picture_in_several_places_is_carried_once_with_its_pixels() -> None:
+    cat = Picture(b"\x89PNG" * 500, SETTINGS, 1, 2, b"cat", Pixels(3, 1, bytearray(range(9))))
+    dog = Picture(b"\xff\xd8\xff", SETTINGS, 1, 1, b"dog")
+    shown = ((cat, 0), (dog, 2), (cat, 3))
+    spans = tuple(span_of(each, start, EmbedderElsewhere()) for each, start in shown)
+    message = begin_of([4], "abc", [replace(REQUEST, images=spans)], Constraints())
+    assert cat.pixels is not None
+    assert not cat.pixels.rgb  # they are not kept as long as the answer
+    assert len(msgspec.msgpack.encode(message)) < 3000
+    found = carried(message, ToEngine)
+    assert isinstance(found, Begin)
+    [request] = found.requests(EmbedderElsewhere())
+    assert [(each.start, each.digest) for each in request.images] == [
+        (0, b"cat"),
+        (2, b"dog"),
+        (3, b"cat"),
+    ]
+    pictures = [each.embeddings.picture for each in request.images]  # type: ignore[union-attr]
+    assert pictures[0] is pictures[2]
+    pixels = pictures[0].take_pixels()
+    assert (pixels.width, pixels.height, pixels.rgb) == (3, 1, bytearray(range(9)))
+    assert pictures[1].pixels is None
 
 
 def test_an_image_without_its_file_cannot_be_sent() -> None:
