@@ -7,8 +7,10 @@ is checked as the first address was. What a host says of the content's type is n
 import asyncio
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from ipaddress import ip_address
 from typing import Any, cast
@@ -31,6 +33,7 @@ from lowbit.runtime.serve.request.hosts import (
     target_of,
 )
 from lowbit.runtime.serve.request.images import address_of, check_number, refused
+from lowbit.runtime.serve.request.places import Asker, FetchPlaces
 from lowbit.runtime.serve.settings import MOST_IMAGE_BODY_BYTES
 
 MOST_REDIRECTS = 5
@@ -38,6 +41,7 @@ MOST_HEAD = 64 << 10  # bytes before the content
 MOST_PIECES = 1 << 16  # headers, and parts of the content: each is a call on the event loop
 TOGETHER = 4  # images of a request that are fetched at a time
 TIME_S = 20.0  # from the first look at a name to the last byte, redirects included
+REQUEST_TIME_S = 60.0  # of all images of a request, with what they wait for places
 MOVED = (301, 302, 303, 307, 308)
 
 
@@ -164,36 +168,101 @@ class _Reply(asyncio.Protocol):
         self.complete = self._open
 
 
+@dataclass(slots=True, eq=False)
+class _Visit:
+    """A download's place while it asks one host; kept until the system has looked its name up."""
+
+    places: FetchPlaces
+    asker: Asker
+    host: str
+    _looking_up: asyncio.Future[list[str]] | None = None
+
+    async def look_up(self, place: Place) -> list[str]:
+        """Addresses of a host's name.
+
+        The system takes half a minute where its name servers are silent, and nothing can end that.
+        An event loop has few threads for it, uvloop four: this one is the visit's own.
+        """
+        loop = asyncio.get_running_loop()
+        self._looking_up = found = loop.create_future()
+
+        def run() -> None:
+            try:
+                result, error = resolve(place.host, place.port), None
+            except Exception as failure:  # OSError, or UnicodeError for names that none can be
+                result, error = [], failure
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_settle, found, result, error)
+
+        try:
+            threading.Thread(target=run, name="lowbit-names", daemon=True).start()
+        except RuntimeError as error:  # the system grants none
+            found.cancel()
+            raise OSError(str(error)) from None
+        return await asyncio.shield(found)
+
+    def end(self) -> None:
+        """Give the place back, as soon as nothing is done for it any more."""
+        looking_up = self._looking_up
+        if looking_up is None or looking_up.done():
+            self._give_back()
+        else:
+            looking_up.add_done_callback(self._give_back)
+
+    def _give_back(self, looked_up: "asyncio.Future[list[str]] | None" = None) -> None:
+        if looked_up is not None and not looked_up.cancelled():
+            looked_up.exception()  # nobody waits for it any more
+        self.places.give_back(self.asker, self.host)
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """Addresses of a host's name, by the system."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(each[4][0]) for each in found]
+
+
+def _settle(found: asyncio.Future[list[str]], result: list[str], error: Exception | None) -> None:
+    if error is None:
+        found.set_result(result)
+    else:
+        found.set_exception(error)
+
+
 @dataclass(frozen=True)
 class ImageFetcher:
     """Fetches images from allowed hosts, on the event loop and without holding it up."""
 
     allowed: AllowedHosts
     time_s: float = TIME_S
+    request_time_s: float = REQUEST_TIME_S
+    places: FetchPlaces = field(default_factory=FetchPlaces)
 
     @cached_property
     def tls(self) -> ssl.SSLContext:
         """Checks certificates by those that the system trusts."""
         return ssl.create_default_context()
 
-    async def fetch_all(self, contents: Sequence[Content]) -> None:
+    async def fetch_all(self, contents: Sequence[Content], client: str = "") -> None:
         """Fetch the images that contents name; each part then holds its file.
 
+        Args:
+            client: who asks; places of downloads are shared among clients.
+
         Raises:
-            ApiError: one cannot be fetched, by its part, or they are too many.
+            ApiError: one cannot be fetched, by its part, or they are too many or too slow.
         """
         named: dict[str, list[tuple[str, MediaPart]]] = {}
         check_number(contents)
         for where, part in images_of(contents):
             if (address := address_of(part)) is not None:
                 named.setdefault(address.strip(), []).append((where, part))
-        places, budget = asyncio.Semaphore(TOGETHER), Budget()
+        together, budget, asker = asyncio.Semaphore(TOGETHER), Budget(), Asker(client)
 
         async def fetch(address: str) -> None:
-            async with places:
+            async with together:
                 parts = named[address]
                 try:
-                    content = await self.fetch(address, budget)
+                    content = await self.fetch(address, budget, asker)
                 except RequestError as error:
                     raise refused(error, parts[0][0]) from None
                 for _, part in parts:
@@ -201,20 +270,31 @@ class ImageFetcher:
 
         tasks = [asyncio.create_task(fetch(address)) for address in named]
         try:
-            await asyncio.gather(*tasks)
+            async with asyncio.timeout(self.request_time_s):
+                await asyncio.gather(*tasks)
+        except TimeoutError:
+            firsts = [parts[0] for parts in named.values()]
+            late = [each for each in firsts if each[1].fetched is None] or firsts
+            words = f"the images of the request took longer than {self.request_time_s:g} s in all"
+            raise refused(RequestError(words, SEND), late[0][0]) from None
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def fetch(self, address: str, budget: Budget | None = None) -> bytes:
+    async def fetch(
+        self, address: str, budget: Budget | None = None, asker: Asker | None = None
+    ) -> bytes:
         """Content of an address.
+
+        Args:
+            budget: of the request's images; None for one of this image alone.
+            asker: the request; None for one of this image alone.
 
         Raises:
             RequestError: it may not be fetched, cannot be, or is too large or too slow.
         """
         try:
-            async with asyncio.timeout(self.time_s):
-                return await self._follow(address, budget or Budget())
+            return await self._follow(address, budget or Budget(), asker or Asker(""))
         except TimeoutError:
             raise RequestError(
                 f"the image's host took longer than {self.time_s:g} s", SEND
@@ -224,10 +304,19 @@ class ImageFetcher:
         except OSError:
             raise RequestError("the image's host cannot be reached, or broke off", SEND) from None
 
-    async def _follow(self, address: str, budget: Budget) -> bytes:
+    async def _follow(self, address: str, budget: Budget, asker: Asker) -> bytes:
         target = target_of(address, self.allowed)
+        left_s, loop = self.time_s, asyncio.get_running_loop()
         for _ in range(MOST_REDIRECTS + 1):
-            reply = await self._ask(target, budget)
+            visit = _Visit(self.places, asker, target.place.host)
+            await self.places.take(asker, visit.host)
+            began = loop.time()  # to wait for a place is no time of the host's
+            try:
+                async with asyncio.timeout(left_s):
+                    reply = await self._ask(target, visit, budget)
+            finally:
+                visit.end()
+            left_s -= loop.time() - began
             if reply.status == 200:
                 return self._content(reply)
             if reply.status not in MOVED or b"location" not in reply.headers:
@@ -255,13 +344,13 @@ class ImageFetcher:
             raise RequestError("the image's host sent nothing", SEND)
         return bytes(reply.body)
 
-    async def _ask(self, target: Target, budget: Budget) -> _Reply:
+    async def _ask(self, target: Target, visit: _Visit, budget: Budget) -> _Reply:
         """The reply of a host to one request."""
         request = (
             f"GET {target.path} HTTP/1.1\r\nHost: {target.host}\r\nUser-Agent: lowbit\r\n"
             "Accept: image/*\r\nAccept-Encoding: identity\r\nConnection: close\r\n\r\n"
         ).encode("ascii")
-        transport, reply = await self._connect(target, lambda: _Reply(request, budget))
+        transport, reply = await self._connect(target, visit, lambda: _Reply(request, budget))
         try:
             await reply.ended
         finally:
@@ -271,7 +360,7 @@ class ImageFetcher:
         return reply
 
     async def _connect(
-        self, target: Target, make: Callable[[], _Reply]
+        self, target: Target, visit: _Visit, make: Callable[[], _Reply]
     ) -> tuple[asyncio.Transport, _Reply]:
         """Connect to an address of a host, which is not resolved again."""
         place, loop = target.place, asyncio.get_running_loop()
@@ -279,7 +368,7 @@ class ImageFetcher:
         tls: dict[str, Any] = {}
         if target.scheme == "https":  # reading the system's certificates takes a while
             tls = {"ssl": await asyncio.to_thread(lambda: self.tls), "server_hostname": place.host}
-        for address in await self._addresses(place):
+        for address in await self._addresses(place, visit):
             try:
                 return await loop.create_connection(make, str(address), place.port, **tls)
             except ssl.SSLError:
@@ -288,19 +377,18 @@ class ImageFetcher:
                 last = error
         raise last or OSError("no address")
 
-    async def _addresses(self, place: Place) -> list[Address]:
+    async def _addresses(self, place: Place, visit: _Visit) -> list[Address]:
         """Addresses of a host, all of which may be connected to.
 
         Raises:
             RequestError: one may not, or the host has none.
         """
-        loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+            found = await visit.look_up(place)
         except (OSError, UnicodeError):
             raise RequestError(f"the image's host {shown(place.host)} is not known", SEND) from None
         try:
-            addresses = list(dict.fromkeys(plain_address(ip_address(each[4][0])) for each in found))
+            addresses = list(dict.fromkeys(plain_address(ip_address(each)) for each in found))
         except ValueError:
             addresses = []
         if not addresses or not all(self.allowed.takes(each, place.port) for each in addresses):

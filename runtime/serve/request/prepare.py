@@ -162,7 +162,7 @@ async def prepared(http: HttpRequest, body: ModelBody, work: Callable[[], Result
     """
     service = service_of(http)
     if body.shows_images and service.settings.image_hosts:
-        fetching = service.fetcher.fetch_all(body.contents())
+        fetching = service.fetcher.fetch_all(body.contents(), record_of(http).client)
         await service.unless_left(http, fetching)
     return await service.in_thread(work, body.shows_images)
 

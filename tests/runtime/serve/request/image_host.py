@@ -21,11 +21,12 @@ class ImageHost:
     """Replies by path, of which None never ends; `asked` are the heads of requests."""
 
     port: int
+    address: str = "127.0.0.1"
     replies: dict[str, bytes | None] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
 
-    def url(self, path: str, host: str = "127.0.0.1", scheme: str = "http") -> str:
-        return f"{scheme}://{host}:{self.port}{path}"
+    def url(self, path: str, host: str | None = None, scheme: str = "http") -> str:
+        return f"{scheme}://{host or self.address}:{self.port}{path}"
 
     @property
     def paths(self) -> list[str]:
@@ -33,12 +34,14 @@ class ImageHost:
 
 
 @contextmanager
-def image_host(tls: ssl.SSLContext | None = None) -> Iterator[ImageHost]:
+def image_host(
+    tls: ssl.SSLContext | None = None, address: str = "127.0.0.1"
+) -> Iterator[ImageHost]:
     """Serve on a free port until the end of the block."""
     with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
+        listening.bind((address, 0))
         listening.listen()
-        host, over = ImageHost(listening.getsockname()[1]), threading.Event()
+        host, over = ImageHost(listening.getsockname()[1], address), threading.Event()
 
         def answer(connection: socket.socket) -> None:
             with suppress(OSError), connection:

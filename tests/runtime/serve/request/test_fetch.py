@@ -5,6 +5,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ from typing import Any
 import pytest
 
 from lowbit.formats.errors import RequestError
+from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.request import fetch as module
+from lowbit.runtime.serve.request.body import MediaPart
+from lowbit.runtime.serve.request.contents import Content, images_of
 from lowbit.runtime.serve.request.fetch import Budget, ImageFetcher
 from lowbit.runtime.serve.request.hosts import allowed_hosts
+from lowbit.runtime.serve.request.places import Asker, FetchPlaces
 from tests.runtime.serve.request.image_host import ImageHost, image_host, reply
 
 FILE = b"\x89PNG and so on"
@@ -133,11 +138,11 @@ def resolved(monkeypatch: pytest.MonkeyPatch, *found: str) -> list[str]:
     """Names stand for these addresses; the list gets the names that were asked for."""
     asked: list[str] = []
 
-    async def getaddrinfo(_: object, name: str, port: int, **given: object) -> list[Any]:
+    def resolve(name: str, port: int) -> list[str]:
         asked.append(name)
-        return [(0, 0, 0, "", (each, port)) for each in found]
+        return list(found)
 
-    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(module, "resolve", resolve)
     return asked
 
 
@@ -192,10 +197,10 @@ def test_unknown_names_and_closed_ports(host: ImageHost, monkeypatch: pytest.Mon
     with pytest.raises(RequestError, match="cannot be reached"):
         asyncio.run(one.fetch(f"http://127.0.0.1:{port}/"))
 
-    async def unknown(*_: object, **given: object) -> None:
+    def unknown(*_: object, **given: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", unknown)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(RequestError, match=r'host "images\.test" is not known'):
         asyncio.run(ImageFetcher(allowed_hosts(["*"])).fetch("http://images.test/"))
 
@@ -298,3 +303,129 @@ def test_a_fetch_holds_up_nothing(host: ImageHost) -> None:
         return turns
 
     assert asyncio.run(both()) >= 5
+
+
+def test_no_place_is_kept_behind_a_fetch(host: ImageHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.replies |= {"/a": reply(b"", "302 Found", location="/b"), "/b": reply(FILE)}
+    host.replies |= {"/slow": None, "/page": reply(FILE, "404 Not Found")}
+    one = fetcher(host, time_s=0.2)
+
+    async def fetch(path: str) -> bytes | RequestError:
+        try:
+            return await one.fetch(host.url(path))
+        except RequestError as error:
+            return error
+
+    assert asyncio.run(fetch("/a")) == FILE
+    for path in ("/slow", "/page"):
+        assert isinstance(asyncio.run(fetch(path)), RequestError)
+    assert not one.places._hosts
+    assert not one.places._clients
+
+
+def test_a_wait_for_a_place_is_no_time_of_the_host(host: ImageHost) -> None:
+    host.replies |= {"/a": reply(b"", "302 Found", location="/b"), "/b": reply(FILE)}
+    passed = [0.0]
+
+    class Slow(FetchPlaces):
+        async def take(self, asker: Asker, host: str) -> None:
+            await super().take(asker, host)
+            passed[0] += 100.0
+
+    async def run() -> bytes:
+        loop = asyncio.get_running_loop()
+        clock = loop.time
+        loop.time = lambda: clock() + passed[0]  # type: ignore[method-assign]
+        names = allowed_hosts([f"127.0.0.1:{host.port}"])
+        return await ImageFetcher(names, 5.0, places=Slow()).fetch(host.url("/a"))
+
+    assert asyncio.run(run()) == FILE
+
+
+def test_a_name_that_is_looked_up_for_ever_keeps_its_place_alone(
+    host: ImageHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can end the system's thread: it counts until then, and nobody waits for it."""
+    may = threading.Event()
+    host.replies["/a"] = reply(FILE)
+
+    def resolve(name: str, port: int) -> list[str]:
+        if name != "127.0.0.1":
+            assert may.wait(30)
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(module, "resolve", resolve)
+    one = fetcher(host, f"slow.test:{host.port}", time_s=0.1)
+
+    async def run() -> None:
+        for _ in range(2):
+            with pytest.raises(RequestError, match=r"longer than 0\.1 s"):
+                await one.fetch(host.url("/a", "slow.test"))
+        assert one.places._hosts == {"slow.test": 2}
+        assert await one.fetch(host.url("/a")) == FILE
+        may.set()
+        while one.places._hosts:
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def other() -> Iterator[ImageHost]:
+    with image_host(address="127.0.0.2") as found:
+        yield found
+
+
+def parts_of(*urls: str) -> list[Content]:
+    parts = [MediaPart.model_validate({"type": "image_url", "image_url": each}) for each in urls]
+    return [Content(parts, "messages[0].content")]
+
+
+def fetched_parts(contents: list[Content]) -> list[bytes | None]:
+    return [part.fetched for _, part in images_of(contents)]
+
+
+def test_slow_hosts_leave_places_to_others(host: ImageHost, other: ImageHost) -> None:
+    """One client asks a host that trickles for more than all places; others go on."""
+    host.replies["/slow"] = None
+    other.replies["/a"] = reply(FILE)
+    names = (f"127.0.0.1:{host.port}", f"127.0.0.2:{other.port}")
+    one = ImageFetcher(
+        allowed_hosts(names), 30.0, 30.0, FetchPlaces(most=6, of_client=4, of_host=2)
+    )
+    slow = [f"{host.url('/slow')}?{number}" for number in range(9)]
+    host.replies |= {f"/slow?{number}": None for number in range(9)}
+
+    async def run() -> None:
+        held = [asyncio.create_task(one.fetch_all(parts_of(*slow), "bad")) for _ in range(3)]
+        while len(host.asked) < 2:
+            await asyncio.sleep(0.001)
+        for client in ("good", "bad"):  # the same client, too, at another host
+            contents = parts_of(other.url("/a"))
+            await one.fetch_all(contents, client)
+            assert fetched_parts(contents) == [FILE]
+        assert len(host.asked) == 2
+        for each in held:
+            each.cancel()
+        await asyncio.wait(held)
+        assert not one.places._waiting
+        assert not one.places._hosts
+
+    asyncio.run(run())
+
+
+def test_the_images_of_a_request_have_a_limit_of_time_in_all(host: ImageHost) -> None:
+    """Also those that have not had a place."""
+    host.replies |= {"/a": reply(FILE), "/slow": None}
+    contents = parts_of(host.url("/a"), host.url("/slow"), host.url("/slow?2"))
+    one = ImageFetcher(allowed_hosts([f"127.0.0.1:{host.port}"]), 30.0, 0.3, FetchPlaces(most=1))
+
+    async def run() -> None:
+        with pytest.raises(ApiError, match=r"longer than 0\.3 s in all") as e:
+            await one.fetch_all(contents, "one")
+        assert e.value.param == "messages[0].content[1]"
+        while one.places._hosts:
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert fetched_parts(contents) == [FILE, None, None]
