@@ -196,7 +196,7 @@ def _with_vision(account: Account, options: LoadOptions) -> tuple[Decided, Visio
     if vision is None:
         return decide(account, options), None, missing
     decided, place = place_tower(
-        vision.memories(account.dtype),
+        partial(vision.memories, account.dtype),
         options.vision_device,
         account.device,
         lambda needed: decide(replace(account, vision_bytes=needed), options),

@@ -333,9 +333,9 @@ class OpenedVision:
     opened: OpenedTower
     input: ImageInput
 
-    def memories(self, dtype: torch.dtype) -> tuple[TowerMemory, ...]:
+    def memories(self, dtype: torch.dtype, context: int) -> tuple[TowerMemory, ...]:
         """See `tower_memories`."""
-        return tower_memories(self.opened, self.input.settings, dtype)
+        return tower_memories(self.opened, self.input.settings, dtype, context)
 
 
 def open_vision(checkpoint: Checkpoint) -> tuple[OpenedVision | None, str]:

@@ -1,6 +1,6 @@
 """The place of a model's vision tower: its GPU, as a whole or streamed, or the CPU."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.image_settings import ImageSettings
 from lowbit.formats.machine.memory import free_bytes
-from lowbit.runtime.engine.load_options import VisionDevice
+from lowbit.runtime.engine.load_options import FEW_SEQUENCES, VisionDevice
 from lowbit.runtime.engine.memory import Decided, gigabytes
 from lowbit.runtime.images.picture import limited
 from lowbit.runtime.models.vision import OpenedTower
@@ -17,7 +17,10 @@ CACHE_BYTES = 256 << 20  # of embeddings: 100 screens of 2,040 tokens and 640 nu
 # On an image's activations: libraries take up to 0.3 of them on an H200, and the allocator keeps
 # memory of images of other sizes.
 SLACK = 1.6
-SEQUENCES_SHARE = 0.75  # of sequences and their cache, where nobody has asked for a number of them
+# Of sequences and their cache, where nobody has asked for a number of them: enough beside a whole
+# tower, or one for larger images. Both are comfort: a streamed one copies its weights, up to .9 GB,
+# for each picture.
+COMFORT_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +47,18 @@ def tower_memory(opened: OpenedTower, patches: int, dtype: torch.dtype) -> Tower
 
 
 def tower_memories(
-    opened: OpenedTower, settings: ImageSettings, dtype: torch.dtype
+    opened: OpenedTower, settings: ImageSettings, dtype: torch.dtype, context: int
 ) -> tuple[TowerMemory, ...]:
-    """Memory for the largest image that a model allows, then for the largest without a `detail`."""
+    """Memory for the largest image that a model allows, then for the largest without a `detail`.
+
+    A larger one than a context has tokens for is refused before the tower sees it.
+    """
+    fits = max(settings.least_pixels, context * settings.factor**2)
     largest = (settings, limited(settings, "auto"))
-    patches = dict.fromkeys(max(each.most_pixels, each.least_pixels) for each in largest)
-    return tuple(tower_memory(opened, each // settings.patch**2, dtype) for each in patches)
+    patches = dict.fromkeys(
+        min(fits, max(each.most_pixels, each.least_pixels)) // settings.patch**2 for each in largest
+    )
+    return tuple(tower_memory(opened, each, dtype) for each in patches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,7 @@ class VisionPlace:
 
 
 def place_tower(
-    memories: Sequence[TowerMemory],
+    memories: Callable[[int], Sequence[TowerMemory]],
     asked: VisionDevice,
     device: str,
     decide: Callable[[int], Decided],
@@ -72,10 +81,10 @@ def place_tower(
 
     `auto` takes the first place that leaves the cache as large as without images: all of the tower
     on the GPU, streamed, either for smaller images, on the CPU. Of sequences whose number memory
-    has chosen, SEQUENCES_SHARE is enough.
+    has chosen a part is enough, see `_on_gpu`.
 
     Args:
-        memories: for images of several sizes, the largest first.
+        memories: for images of several sizes, the largest first, in a context of so many tokens.
         asked: by the options.
         device: of the model, `cpu` or `cuda`.
         decide: sizes that fit beside so many bytes on the model's device; raises a ResourceError
@@ -85,20 +94,24 @@ def place_tower(
         RequestError: a GPU for the tower of a model on the CPU.
         ResourceError: there is no room on the device that was asked for.
     """
+    if device == "cpu" and asked == "cuda":
+        raise RequestError(
+            "the vision tower runs on a GPU only where the model does", hint="use --device cuda"
+        )
+    plain, named = decide(0), asked == "cuda"
+    sizes = memories(plain.cache.context)
     if device == "cpu":
-        return _beside_a_cpu(memories, asked, decide)
-    least = memories[-1]
+        return _beside_a_cpu(plain, sizes, asked == "cpu", decide)
+    least = sizes[-1]
     if asked == "cpu":
         if not has_room("cpu", least.host):
             raise too_large(least.host, "cpu", "--vision-device cuda takes the GPU's memory")
-        return decide(0), VisionPlace("cpu", asked=True)
-    plain, named = decide(0), asked == "cuda"
-    share = 1.0 if plain.sequences.reason is None else SEQUENCES_SHARE
-    for each in memories:
-        for streamed, needed in ((False, each.whole), (True, each.streamed)):
-            if (found := _as_large(plain, needed, decide, share)) is not None:
-                words = _kept_free(each, needed, streamed)
-                return found, VisionPlace("cuda", streamed, named, words)
+        return plain, VisionPlace("cpu", asked=True)
+    for each, streamed, share in _on_gpu(plain, sizes):
+        needed = each.streamed if streamed else each.whole
+        if (found := _as_large(plain, needed, decide, share)) is not None:
+            words = _kept_free(each, needed, streamed)
+            return found, VisionPlace("cuda", streamed, named, words)
     if named:
         reason = f"{_kept_free(least, least.streamed, True)}, taken from the cache"
         return decide(least.streamed), VisionPlace("cuda", True, True, reason)
@@ -118,19 +131,33 @@ def _kept_free(memory: TowerMemory, needed: int, streamed: bool) -> str:
     return f"streamed, {words}" if streamed else words
 
 
+def _on_gpu(
+    plain: Decided, sizes: Sequence[TowerMemory]
+) -> Iterator[tuple[TowerMemory, bool, float]]:
+    """Places on a GPU, the best first: images, streamed or not, and the share that is enough.
+
+    The last takes the memory of six sequences of a 4B or 9B. On a small card that is more than a
+    quarter, and yet better than seconds for each picture: FEW_SEQUENCES are enough there, which
+    are as many as clients share.
+    """
+    count, reason = plain.sequences.count, plain.sequences.reason
+    for each in sizes:
+        for streamed in (False, True):
+            share = COMFORT_SHARE
+            if each is sizes[-1] and streamed:
+                share = min(share, FEW_SEQUENCES / count)
+            yield each, streamed, 1.0 if reason is None else share
+
+
 def _beside_a_cpu(
-    memories: Sequence[TowerMemory], asked: VisionDevice, decide: Callable[[int], Decided]
+    plain: Decided, sizes: Sequence[TowerMemory], asked: bool, decide: Callable[[int], Decided]
 ) -> tuple[Decided, VisionPlace]:
-    """The place of the tower of a model on the CPU."""
-    if asked == "cuda":
-        raise RequestError(
-            "the vision tower runs on a GPU only where the model does", hint="use --device cuda"
-        )
-    plain, least = decide(0), memories[-1]
-    for each in memories:
+    """The place of the tower of a model on the CPU, which may have been asked for."""
+    least = sizes[-1]
+    for each in sizes:
         if (found := _as_large(plain, each.host, decide)) is not None:
-            return found, VisionPlace("cpu", asked=asked == "cpu")
-    if asked == "cpu":
+            return found, VisionPlace("cpu", asked=asked)
+    if asked:
         return decide(least.host), VisionPlace("cpu", asked=True)
     reason = (
         f"memory has no room beside the cache for the {gigabytes(least.host)} that the tower and "

@@ -13,7 +13,7 @@ from lowbit.formats.image_settings import read_settings
 from lowbit.formats.kv_cache import BF16_CACHE
 from lowbit.runtime.engine import memory, vision_place
 from lowbit.runtime.engine.load import decide
-from lowbit.runtime.engine.load_options import VisionDevice
+from lowbit.runtime.engine.load_options import FEW_SEQUENCES, VisionDevice
 from lowbit.runtime.engine.memory import Account, Decided
 from lowbit.runtime.engine.vision import OpenedVision, open_vision
 from lowbit.runtime.engine.vision_place import (
@@ -66,7 +66,10 @@ def placed(
 ) -> tuple[Decided, VisionPlace]:
     own = account(folder, device)
     return place_tower(
-        [need], asked, device, lambda needed: decide(replace(own, vision_bytes=needed), OPTIONS)
+        lambda _: [need],
+        asked,
+        device,
+        lambda needed: decide(replace(own, vision_bytes=needed), OPTIONS),
     )
 
 
@@ -78,7 +81,9 @@ def needed(folder: Path, device: str, vision_bytes: int) -> float:
 
 
 def test_memory_of_a_tower(vision: OpenedVision) -> None:
-    [found] = vision.memories(BF16)  # what is largest by default is all that the settings allow
+    [found] = vision.memories(
+        BF16, 1 << 20
+    )  # what is largest by default is all that the settings allow
     opened, patches = vision.opened, 200_000 // 256  # `longest_edge` of the settings
     weights = opened.weight_bytes(BF16)
     image = int(SLACK * opened.working_bytes(patches, BF16)) + CACHE_BYTES
@@ -88,10 +93,15 @@ def test_memory_of_a_tower(vision: OpenedVision) -> None:
     assert found.host == found.whole + patches * 1536 * 4
     assert opened.streamed_bytes(BF16) == 0  # it has two blocks
     settings = read_settings(PROCESSOR, "here")
-    real = tower_memories(opened, replace(settings, most_pixels=1 << 24), BF16)
+    large = replace(settings, most_pixels=1 << 24)
+    real = tower_memories(opened, large, BF16, 1 << 20)
     assert [each.pixels for each in real] == [1 << 24, 1 << 21]
     assert real[0] == tower_memory(opened, 65_536, BF16)
-    [small] = tower_memories(opened, replace(settings, most_pixels=1), BF16)
+    short = tower_memories(opened, large, BF16, 8192)
+    assert [each.pixels for each in short] == [1 << 23, 1 << 21]  # no more fits a prompt
+    [shorter] = tower_memories(opened, large, BF16, 100)
+    assert shorter.pixels == 100 * 1024
+    [small] = tower_memories(opened, replace(settings, most_pixels=1), BF16, 1 << 20)
     assert small.pixels == 4096  # what small images become
 
 
@@ -157,7 +167,7 @@ def test_a_gpu_that_is_asked_for_takes_from_the_cache_or_says_what_is_lacking(
     plain = sized(0)
     size = plain.cache
     free(own.needed(size, size.all_pages) * memory.HEADROOM + 2 + (20 << 20), 1e12)
-    decided, found = place_tower([tower()], "cuda", "cuda", sized)
+    decided, found = place_tower(lambda _: [tower()], "cuda", "cuda", sized)
     assert (found.device, found.streamed, found.asked) == ("cuda", True, True)
     assert found.reason.endswith("pixels, taken from the cache")
     assert 0 < decided.cache.pages < plain.cache.pages
@@ -178,13 +188,29 @@ def test_room_for_smaller_images_is_better_than_the_cpu(seeing_folder: Path, fre
         free(1e12, 1e12)
         free(needed(seeing_folder, "cuda", left), 1e12)
         decided, found = place_tower(
-            towers, "auto", "cuda", lambda n: decide(replace(own, vision_bytes=n), OPTIONS)
+            lambda _: towers,
+            "auto",
+            "cuda",
+            lambda n: decide(replace(own, vision_bytes=n), OPTIONS),
         )
         assert (found.streamed, decided.account.vision_bytes) == expected
         assert "an image of 1,000,000 pixels" in found.reason
 
 
-def test_a_quarter_of_sequences_that_memory_chose_may_go(seeing_folder: Path, free: Free) -> None:
+@pytest.mark.parametrize(
+    ("lost", "streamed", "place"),
+    [
+        (0.2, 0.1, ("cuda", False)),
+        (0.3, 0.2, ("cuda", True)),
+        (0.9, 0.3, ("cuda", True)),
+        (2.0, 0.8, ("cuda", True)),
+        (2.0, 0.95, ("cpu", False)),
+    ],
+)
+def test_a_part_of_sequences_that_memory_chose_may_go(
+    seeing_folder: Path, free: Free, lost: float, streamed: float, place: tuple[str, bool]
+) -> None:
+    """A quarter for a whole tower, and all but four where the CPU would run it."""
     own = account(seeing_folder, "cuda")
     options = replace(OPTIONS, max_sequences=None)
 
@@ -194,15 +220,15 @@ def test_a_quarter_of_sequences_that_memory_chose_may_go(seeing_folder: Path, fr
     free(1e12, 1e12)
     size = replace(sized(0).cache, sequences=40, pages=40 * 16)
     free(own.needed(size, size.all_pages) * memory.HEADROOM + 2, 1e12)
-    plain = sized(0)
-    assert 30 < plain.sequences.count < 64
+    plain = sized(0).sequences.count
+    assert 30 < plain < 64
     each = (own.row_bytes(size) + own.page_bytes(size.pages)) // 40
-    for lost, device in ((0.2, "cuda"), (0.3, "cpu")):
-        taken = int(lost * plain.sequences.count * each)
-        decided, found = place_tower([tower(taken, taken)], "auto", "cuda", sized)
-        assert found.device == device
-        assert decided.sequences.count >= 0.75 * plain.sequences.count
-        assert (decided.sequences.count < plain.sequences.count) == (device == "cuda")
+    taken = [int(share * plain * each) for share in (lost, streamed)]
+    decided, found = place_tower(lambda _: [tower(*taken)], "auto", "cuda", sized)
+    assert (found.device, found.streamed) == place
+    left = decided.sequences.count
+    assert left >= (0.75 * plain if place == ("cuda", False) else FEW_SEQUENCES)
+    assert (left < plain) == (place[0] == "cuda")
 
 
 def test_a_machine_without_room_for_the_tower(seeing_folder: Path, free: Free) -> None:
