@@ -31,8 +31,11 @@ class ImageInput:
 class PictureEmbedder(Protocol):
     """Makes the embeddings of pictures; its methods are those of `EmbeddingSource`."""
 
+    def is_made(self, picture: Picture) -> bool:
+        """True if the embeddings of a picture are there."""
+
     def prepare(self, picture: Picture) -> "Future[Any] | None":
-        """Begin to decode a picture."""
+        """Begin with a picture on other threads."""
 
     def pieces(self, picture: Picture) -> "Iterator[Tensor | Future[Any] | None]":
         """Embeddings of a picture, in pieces."""
@@ -44,6 +47,10 @@ class PictureEmbeddings:
 
     picture: Picture = field(repr=False)
     embedder: PictureEmbedder = field(repr=False)
+
+    def is_made(self) -> bool:
+        """See `EmbeddingSource`."""
+        return self.embedder.is_made(self.picture)
 
     def prepare(self) -> "Future[Any] | None":
         """See `EmbeddingSource`."""

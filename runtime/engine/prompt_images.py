@@ -52,13 +52,12 @@ class PromptImages:
         return self.spans[-1].stop
 
     def prepare(self, first: int) -> None:
-        """Let other threads begin with the next images among the tokens from `first` on."""
+        """Note that images among the tokens from `first` on are to be made."""
         self.prepared = True
         self._ahead = deque(each for each in self.spans if each.stop > first)
-        self._begin_ahead()
 
-    def _begin_ahead(self, beside: int | None = None) -> None:
-        """Begin with the next images while fewer than AHEAD are under way.
+    def begin_ahead(self, beside: int | None = None) -> None:
+        """Let other threads begin with the next images while fewer than AHEAD are under way.
 
         Where a thread makes the embeddings themselves an image is under way until they are there;
         where it makes what the engine's own thread needs for that, until they have been made.
@@ -66,21 +65,31 @@ class PromptImages:
         Args:
             beside: start of the image that is being made, which does not count.
         """
-        begun = [each for start, each in list(self._begun.items()) if start != beside]
-        free = AHEAD - sum(not _has_embeddings(each) for each in begun)
+        free = self._free(beside)
         while free > 0 and self._ahead:
             span = self._ahead.popleft()
-            if not callable(span.embeddings) or span.start in self._made:
+            if _is_made(span) or span.start in self._made:
                 continue
-            future = span.embeddings.prepare()
+            future = span.embeddings.prepare()  # type: ignore[union-attr]
             if future is not None:
                 self._begun[span.start] = future
                 free -= not _has_embeddings(future)
 
+    def _free(self, beside: int | None = None) -> int:
+        """Images that may be begun now."""
+        begun = [each for start, each in list(self._begun.items()) if start != beside]
+        return AHEAD - sum(not _has_embeddings(each) for each in begun)
+
     def waits(self) -> list[Future[Any]]:
-        """Threads' work that has to be done before the prompt is given room."""
-        self._begin_ahead()
+        """Threads' work that has been begun and has to be done before the prompt is given room."""
         return [each for each in list(self._begun.values()) if not each.done()]
+
+    @property
+    def late(self) -> bool:
+        """True until the prompt can be given room: it waits, or more is to be begun."""
+        while self._ahead and _is_made(self._ahead[0]):
+            self._ahead.popleft()
+        return bool(self.waits()) or (bool(self._ahead) and self._free() > 0)
 
     def leave(self) -> None:
         """Let go of what threads do for the prompt, from any thread: it has been cancelled."""
@@ -109,7 +118,7 @@ class PromptImages:
                 self._work = source()
                 if not self.prepared:
                     self.prepare(span.stop)
-                self._begin_ahead(beside=span.start)
+                self.begin_ahead(beside=span.start)
             work, self._work = self._work, None  # forgotten if it raises
             for piece in work:
                 if isinstance(piece, Tensor):
@@ -150,6 +159,11 @@ class PromptImages:
 
     def _within(self, first: int, count: int) -> list[ImageSpan]:
         return [each for each in self.spans if each.start < first + count and first < each.stop]
+
+
+def _is_made(span: ImageSpan) -> bool:
+    """True if the embeddings of an image are there."""
+    return not callable(span.embeddings) or span.embeddings.is_made()
 
 
 def _has_embeddings(future: Future[Any]) -> bool:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 class EmbedderElsewhere:
     """Embedder where there is no tower: another process has it."""
 
+    def is_made(self, picture: Picture) -> bool:
+        """Refuse."""
+        raise RuntimeError("this process has no vision tower")
+
     def prepare(self, picture: Picture) -> "Future[Any] | None":
         """Refuse."""
         raise RuntimeError("this process has no vision tower")

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Collection
 from collections.abc import Sequence as Ids
 from concurrent.futures import FIRST_COMPLETED, wait
+from operator import itemgetter
 from threading import Lock
 
 from lowbit.formats.errors import LowbitError, QueueFullError
@@ -32,6 +33,7 @@ from lowbit.runtime.state.pool import Pool
 from lowbit.runtime.state.step import NO_SLOT
 
 LEAST = 64  # fewest tokens between two chunk ends
+MOST_AHEAD = 4  # images of all that wait, on which threads work
 SNAPSHOT_EVERY = 2048  # tokens of a prompt, where no message ends
 
 
@@ -140,7 +142,7 @@ class Scheduler:
             own = rows[each.request.client]
             if self.share is not None and own >= self.share and each.count > SHORT:
                 continue
-            if each.images is not None and each.images.waits():
+            if each.images is not None and each.images.late:
                 self._late = True
                 continue
             if found is None or own < rows[found.request.client]:
@@ -154,12 +156,23 @@ class Scheduler:
         """Let other threads begin with images of those that wait, unless a cached prefix has them.
 
         A sequence gets no room before they have ended, so that others do not wait for them too.
+        Few are under way at a time, and clients take turns: the first sequences of all come before
+        the second ones.
         """
+        turns: Counter[str] = Counter()
+        ranked = []
         for each in self.waiting:
-            if each.images is not None and not each.images.prepared:
-                each.images.prepare(self.blocks.known(each))
-            elif each.images is not None:
-                each.images.waits()  # begins with the next ones
+            if (images := each.images) is not None:
+                if not images.prepared:
+                    images.prepare(self.blocks.known(each))
+                ranked.append((turns[each.request.client], images))
+                turns[each.request.client] += 1
+        under_way = {future for _, images in ranked for future in images.waits()}
+        for _, images in sorted(ranked, key=itemgetter(0)):
+            if len(under_way) >= MOST_AHEAD:
+                break
+            images.begin_ahead()
+            under_way.update(images.waits())
 
     def wait_for_images(self, seconds: float) -> bool:
         """Wait for the next image that a thread prepares; False if no prompt waits for one."""

@@ -14,11 +14,15 @@ if TYPE_CHECKING:
 class EmbeddingSource(Protocol):
     """Makes the embeddings of an image, which is not asked where the prefix cache has it."""
 
+    def is_made(self) -> bool:
+        """True if the embeddings are there, so that no work is left."""
+
     def prepare(self) -> "Future[Any] | None":
-        """Begin on another thread what needs no device, unless that has begun.
+        """Begin on other threads what they can do, unless that has begun.
 
         Returns:
-            None where nothing is left to do, or too much has begun.
+            The embeddings, or what the engine's thread makes them of; None where nothing is left
+            to do, or too much has begun. The work is given up once nobody holds this any more.
         """
 
     def __call__(self) -> "Iterator[Tensor | Future[Any] | None]":

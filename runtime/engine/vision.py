@@ -97,6 +97,10 @@ class Vision:
         self._cutters.stop()
         self._runner.stop()
 
+    def is_made(self, picture: Picture) -> bool:
+        """True if the cache has the embeddings of a picture."""
+        return picture.digest in self._kept
+
     def prepare(self, picture: Picture) -> PictureWork[CutPicture] | PictureWork[Tensor] | None:
         """Let another thread cut a picture, and run the tower on it where that is on a CPU.
 

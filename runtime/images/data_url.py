@@ -17,6 +17,7 @@ SCHEME, BASE64 = "data:", "base64"
 MOST_BYTES = 32 << 20  # of an image file
 MOST_HEAD = 1000  # characters before the comma
 FOREIGN = re.compile(r"[^A-Za-z0-9+/]")
+LINE_BREAK = re.compile(r"\\[rn]")  # written out, of JSON that was quoted twice
 TO_STANDARD = str.maketrans("-_", "+/")
 EXAMPLE = "data:image/png;base64,iVBORw0..."
 
@@ -63,6 +64,7 @@ def bytes_of_base64(text: str, most_bytes: int = MOST_BYTES) -> bytes:
         text = _unquoted(text).decode("latin-1")
     with suppress(ValueError):  # as nearly all have it; the rest takes four times as long
         return _checked(_decoded(text.strip().rstrip("=")), most_bytes)
+    text = LINE_BREAK.sub("", text)
     digits = "".join(text.split()).translate(TO_STANDARD).rstrip("=")
     _check_size(len(digits) * 3 // 4, most_bytes)
     try:

@@ -52,8 +52,7 @@ from lowbit.runtime.serve.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 
 CONTENT_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
-PICTURES = ("image", "document")
-Picture = Annotated[MediaPart, Tag("image")] | Annotated[MediaPart, Tag("document")]
+Media = Annotated[MediaPart, Tag("media")]  # those of OpenAI's APIs have one sensible reading here
 
 
 class ToolUse(TolerantBody):
@@ -66,8 +65,8 @@ class ToolUse(TolerantBody):
 
 
 ResultPart = Annotated[
-    Annotated[TextPart, Tag("text")] | Picture | Annotated[SkippedPart, Tag("skipped")],
-    by_type("text", *PICTURES, default="text"),
+    Annotated[TextPart, Tag("text")] | Media | Annotated[SkippedPart, Tag("skipped")],
+    by_type("text", default="text", media=True),
 ]
 ResultParts = Annotated[list[ResultPart], Field(fail_fast=True, max_length=MOST_PARTS)]
 
@@ -99,9 +98,9 @@ Block = Annotated[
     | Annotated[ToolResult, Tag("tool_result")]
     | Annotated[Thinking, Tag("thinking")]
     | Annotated[RedactedThinking, Tag("redacted_thinking")]
-    | Picture
+    | Media
     | Annotated[SkippedPart, Tag("skipped")],
-    by_type(*CONTENT_TYPES, *PICTURES, default="text"),
+    by_type(*CONTENT_TYPES, default="text", media=True),
 ]
 Blocks = Annotated[list[Block], Field(fail_fast=True, max_length=MOST_PARTS)]
 TextBlocks = Annotated[TextParts, named_types("text")]

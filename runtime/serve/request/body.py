@@ -380,13 +380,20 @@ class MediaPart(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     type: MediaType
-    # Places of an image: OpenAI's address, or an object of it; a stored file; Anthropic's source.
+    # Places of an image: OpenAI's address, or an object of it; the same under Qwen's name; a stored
+    # file; Anthropic's source.
     image_url: Any = Field(default=None, exclude=True)
+    image: Any = Field(default=None, exclude=True)
     file_id: Any = Field(default=None, exclude=True)
     source: Any = Field(default=None, exclude=True)
     detail: Any = Field(default=None, exclude=True)
     _picture: Picture | None = PrivateAttr(default=None)
     _fetched: bytes | None = PrivateAttr(default=None)
+
+    @property
+    def address(self) -> Any:
+        """The address, or the object of it, that it names an image by; None if it names none."""
+        return self.image if self.image_url is None else self.image_url
 
     @property
     def kind(self) -> str:
@@ -419,18 +426,21 @@ class SkippedPart(BaseModel):
     type: str
 
 
-def by_type(*known: str, default: str) -> Discriminator:
+def by_type(*known: str, default: str, media: bool = False) -> Discriminator:
     """Discriminator that tags a value with its type, or `skipped` for one that is not known.
 
     Args:
         known: types with a schema of their own.
         default: tag of a value without a type.
+        media: tag those of a `MediaPart` as `media`.
     """
 
     def tag(value: object) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
         if not isinstance(kind, str):
             return default
+        if media and kind in MEDIA:
+            return "media"
         return kind if kind in known else "skipped"
 
     return Discriminator(tag)

@@ -32,7 +32,7 @@ DATA_IN_TEXT = re.compile(
     rf"|(?:[A-Za-z0-9+/=_-]{{60,76}}(?:\r?\n|\\n)){{{LEAST_DATA // 76},}})",
     re.IGNORECASE,
 )
-NAMED = {"None": "auto", "original": "high"}  # details under other names
+NAMED = {"none": "auto", "": "auto", "original": "high"}  # details under other names
 IN_TEXT = "image in text"  # name of what is left out
 SEND = "send the file itself: data:image/png;base64,..."
 LINE = "[image left out]"
@@ -106,11 +106,19 @@ def _check_other(part: MediaPart, where: str, content: Content) -> None:
 def _read(part: MediaPart, where: str, reader: PictureReader) -> None:
     try:
         content, detail = _file_of(part)
-        part.picture = reader.read(content, NAMED.get(str(detail), detail))
+        part.picture = reader.read(content, _detail_of(detail))
         # A body is kept as long as its answer; it need not keep base64 as well.
-        part.image_url = part.source = part.fetched = None
+        part.image_url = part.image = part.source = part.fetched = None
     except RequestError as error:
         raise refused(error, where) from None
+
+
+def _detail_of(given: object) -> object:
+    """A detail under its own name, or what is none as it is."""
+    if given is not None and not isinstance(given, str):
+        return given
+    name = str(given).strip().lower()
+    return NAMED.get(name, name)
 
 
 def _file_of(part: MediaPart) -> tuple[bytes, object]:
@@ -119,7 +127,7 @@ def _file_of(part: MediaPart) -> tuple[bytes, object]:
     Raises:
         RequestError: it has none, or names one that would have to be fetched.
     """
-    address, detail = part.image_url, part.detail
+    address, detail = part.address, part.detail
     if isinstance(address, Mapping):
         detail = address.get("detail", detail)
         address = address.get("url")
@@ -134,7 +142,7 @@ def _file_of(part: MediaPart) -> tuple[bytes, object]:
 
 def address_of(part: MediaPart) -> str | None:
     """The http or https address that an image part names; None where it has its file itself."""
-    found, source = part.image_url, part.source
+    found, source = part.address, part.source
     if source is not None:
         found = source if isinstance(source, Mapping) and source.get("type") == "url" else None
     if isinstance(found, Mapping):

@@ -38,6 +38,10 @@ class Tower:
     ) -> None:
         self.span, self.failure, self.cut = span, failure, cut
         self.calls = self.prepared = 0
+        self.made = False
+
+    def is_made(self) -> bool:
+        return self.made
 
     def prepare(self) -> Future[Any] | None:
         self.prepared += 1
@@ -280,6 +284,47 @@ def test_a_prompt_waits_for_all_embeddings_that_threads_make(
     assert [tower.calls for tower in towers] == [1] * 4
     assert late._sequence.images is not None
     assert not late._sequence.images._begun
+
+
+def test_clients_take_turns_with_their_images(hub: Hub, fresh: Callable[..., lowbit.Model]) -> None:
+    """One that sends many prompts holds up its own alone, and nobody those that are made."""
+    model = fresh()
+    plain = hub.prompt(20, CAT, [END], STRIP, 70, DOT, 3)
+    towers: list[tuple[Tower, ...]] = []
+
+    def asks(client: str) -> lowbit.Handle:
+        made = tuple(Tower(each, cut=Future()) for each in plain.spans)
+        towers.append(made)
+        pairs = zip(plain.spans, made, strict=True)
+        spans = tuple(replace(span, embeddings=tower) for span, tower in pairs)
+        request = replace(asked(replace(plain, spans=spans)), client=client)
+        return model.engine.submit(request)
+
+    def begun() -> list[int]:
+        assert model.engine.step()
+        return [sum(each.prepared for each in made) for made in towers]
+
+    handles = [asks(client) for client in ("a", "a", "a")]
+    assert begun() == [2, 2, 0]
+    handles += [asks(client) for client in ("a", "b")]
+    assert begun() == [2, 2, 0, 0, 0]
+    for tower in towers[0][:2]:
+        assert tower.cut is not None
+        tower.cut.set_result(tower.span.embeddings)
+    assert begun() == [3, 2, 0, 0, 2]  # `b` comes before the third of `a`
+    known = asks("a")
+    for tower in towers[-1]:
+        tower.made, tower.cut = True, None
+    known.result()
+    assert not any(each.begun for each in handles)
+    for made in towers:
+        for tower in made:
+            if tower.cut is not None and not tower.cut.done():
+                tower.cut.set_result(tower.span.embeddings)
+    expected = said(submitted(fresh(), plain))
+    for each in handles:
+        each.result()
+        assert said(each) == expected
 
 
 def test_a_prompt_whose_images_come_between_two_looks_is_not_refused(

@@ -114,6 +114,24 @@ def test_an_address_may_be_no_object(seeing: Running) -> None:
     assert prompt_tokens(found) > TOKENS
 
 
+@pytest.mark.parametrize("path", FIELD)
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": URL}},
+        {"type": "input_image", "image_url": URL},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}},
+        {"type": "image", "image": URL},
+        {"type": "image", "image": {"url": URL}, "image_url": None},
+    ],
+    ids=["chats", "responses", "messages", "Qwen", "Qwen's object"],
+)
+def test_parts_of_other_apis_are_read_too(seeing: Running, path: str, part: dict[str, Any]) -> None:
+    found = ask(seeing, path, user(text(path, "What is "), part))
+    assert prompt_tokens(found) > TOKENS
+    assert LEFT_OUT not in found.headers
+
+
 def test_images_in_results_of_tools(seeing: Running) -> None:
     call = {"type": "tool_use", "id": "1", "name": "shot", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "1", "content": [image(MESSAGES)]}
@@ -156,6 +174,8 @@ def test_a_detail_limits_the_tokens(seeing: Running, monkeypatch: pytest.MonkeyP
         assert low < auto == high
     original = ask(seeing, RESPONSES, user(image(RESPONSES, URL, detail="original")))
     assert prompt_tokens(original) == high
+    for name in ("", " HIGH", None, "None"):
+        assert prompt_tokens(ask(seeing, CHAT, user(image(CHAT, URL, detail=name)))) == high
     refused = ask(seeing, CHAT, user(image(CHAT, URL, detail="fine")))
     assert refused.status_code == 400
     assert "`detail` must be low, auto, high" in refused.text
