@@ -159,14 +159,14 @@ class Scheduler:
         Few are under way at a time, and clients take turns: the first sequences of all come before
         the second ones.
         """
-        turns: Counter[str] = Counter()
+        turns: dict[str, int] = {}  # of each client
         ranked = []
         for each in self.waiting:
             if (images := each.images) is not None:
                 if not images.prepared:
                     images.prepare(self.blocks.known(each))
-                ranked.append((turns[each.request.client], images))
-                turns[each.request.client] += 1
+                turn = turns[each.request.client] = turns.get(each.request.client, 0) + 1
+                ranked.append((turn, images))
         under_way = {future for _, images in ranked for future in images.waits()}
         for _, images in sorted(ranked, key=itemgetter(0)):
             if len(under_way) >= MOST_AHEAD:
