@@ -17,7 +17,10 @@ SCHEME, BASE64 = "data:", "base64"
 MOST_BYTES = 32 << 20  # of an image file
 MOST_HEAD = 1000  # characters before the comma
 FOREIGN = re.compile(r"[^A-Za-z0-9+/]")
-LINE_BREAK = re.compile(r"\\[rn]")  # written out, of JSON that was quoted twice
+# Signs of base64 as forms and URLs quote them, and line breaks of JSON that was quoted twice
+QUOTED = {"%2B": "+", "%2F": "/", "%3D": "=", "%2b": "+", "%2f": "/", "%3d": "="}
+BLANK = ("%0A", "%0D", "%20", "%0a", "%0d", "\\n", "\\r")
+MOST_ESCAPES = 1 << 18  # others, each of which takes 240 bytes while it is read
 TO_STANDARD = str.maketrans("-_", "+/")
 EXAMPLE = "data:image/png;base64,iVBORw0..."
 
@@ -60,11 +63,12 @@ def bytes_of_base64(text: str, most_bytes: int = MOST_BYTES) -> bytes:
         RequestError: a sign that base64 lacks, an impossible length, padding within, nothing in
             it, or more than `most_bytes`.
     """
-    if "%" in text:  # of a form or a URL that was quoted
-        text = _unquoted(text).decode("latin-1")
     with suppress(ValueError):  # as nearly all have it; the rest takes four times as long
         return _checked(_decoded(text.strip().rstrip("=")), most_bytes)
-    text = LINE_BREAK.sub("", text)
+    for sign, plain in (*QUOTED.items(), *((sign, "") for sign in BLANK)):
+        text = text.replace(sign, plain)
+    if "%" in text:
+        text = _unquoted(text).decode("latin-1")
     digits = "".join(text.split()).translate(TO_STANDARD).rstrip("=")
     _check_size(len(digits) * 3 // 4, most_bytes)
     try:
@@ -100,6 +104,12 @@ def _bad_base64(digits: str) -> RequestError:
 
 
 def _unquoted(text: str) -> bytes:
+    """Bytes of a text with escapes such as `%41`."""
+    if (count := text.count("%")) > MOST_ESCAPES:
+        raise RequestError(
+            f"an image is written with {count} percent signs, expected at most {MOST_ESCAPES}",
+            hint=f"send its base64: {EXAMPLE}",
+        )
     return unquote_to_bytes(text.encode("utf-8", "surrogatepass"))
 
 

@@ -5,8 +5,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from lowbit.runtime.serve.logs import Record
 from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.serve.request.fetch import ImageFetcher
 from lowbit.runtime.serve.request.hosts import AllowedHosts
+from lowbit.runtime.serve.request.places import Asker, Places
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.settings import ServeSettings
 
@@ -108,6 +109,9 @@ class Service:
         default_factory=lambda: ThreadPoolExecutor(
             IMAGE_THREADS, thread_name_prefix="lowbit-images"
         )
+    )
+    image_places: Places = field(
+        default_factory=lambda: Places(IMAGE_THREADS, IMAGE_THREADS, IMAGE_THREADS)
     )
     fetcher: ImageFetcher = field(init=False)  # of images that clients name by their address
     # Requests whose bodies have not come
@@ -190,18 +194,35 @@ class Service:
                 code="model_not_found",
             )
 
-    async def in_thread(self, work: Callable[[], Result], images: bool = False) -> Result:
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
         """Run work in a thread, as it would hold up the event loop.
-
-        Args:
-            images: it decodes images.
 
         Raises:
             ApiError: for a LowbitError.
         """
-        executor = self.image_executor if images else self.executor
         try:
-            return await asyncio.get_running_loop().run_in_executor(executor, work)
+            return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+        except LowbitError as error:
+            raise of_lowbit(error) from None
+
+    async def in_image_thread(self, http: HttpRequest, work: Callable[[], Result]) -> Result:
+        """Run work that decodes images in a thread; clients take turns.
+
+        Raises:
+            ApiError: for a LowbitError; or the time is over.
+            ClientLeftError: the client left before its turn.
+        """
+        asker, loop = Asker(record_of(http).client), asyncio.get_running_loop()
+        await self.unless_left(http, self.image_places.take(asker))
+
+        def give_back(_: Future[Result]) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self.image_places.give_back, asker)
+
+        done = self.image_executor.submit(work)
+        done.add_done_callback(give_back)  # the thread's end, whoever still waits for it
+        try:
+            return await asyncio.wrap_future(done)
         except LowbitError as error:
             raise of_lowbit(error) from None
 

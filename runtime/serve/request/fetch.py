@@ -33,7 +33,7 @@ from lowbit.runtime.serve.request.hosts import (
     target_of,
 )
 from lowbit.runtime.serve.request.images import address_of, check_number, refused
-from lowbit.runtime.serve.request.places import Asker, FetchPlaces
+from lowbit.runtime.serve.request.places import Asker, Places
 from lowbit.runtime.serve.settings import MOST_IMAGE_BODY_BYTES
 
 MOST_REDIRECTS = 5
@@ -172,7 +172,7 @@ class _Reply(asyncio.Protocol):
 class _Visit:
     """A download's place while it asks one host; kept until the system has looked its name up."""
 
-    places: FetchPlaces
+    places: Places
     asker: Asker
     host: str
     _looking_up: asyncio.Future[list[str]] | None = None
@@ -235,7 +235,7 @@ class ImageFetcher:
     allowed: AllowedHosts
     time_s: float = TIME_S
     request_time_s: float = REQUEST_TIME_S
-    places: FetchPlaces = field(default_factory=FetchPlaces)
+    places: Places = field(default_factory=Places)
 
     @cached_property
     def tls(self) -> ssl.SSLContext:

@@ -1,12 +1,12 @@
-"""Places of downloads: how many there are, for whom, and who gets the next one."""
+"""Places for work on images: how many there are, for whom, and who gets the next one."""
 
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
-MOST_PLACES = 32
-OF_CLIENT = 16  # of one client
-OF_HOST = 8  # of one host, for all clients
+MOST_DOWNLOADS = 32
+CLIENT_DOWNLOADS = 16  # of one client
+HOST_DOWNLOADS = 8  # from one host, for all clients
 
 
 @dataclass(slots=True, eq=False)
@@ -14,27 +14,31 @@ class Asker:
     """A request that names images."""
 
     client: str
-    running: int = 0  # its downloads
+    running: int = 0  # places that it has
 
 
 @dataclass(slots=True, eq=False)
-class FetchPlaces:
-    """Places of downloads; all methods belong to the event loop.
+class Places:
+    """Places for downloads, by default, or other work; all methods belong to the event loop.
 
     A client that chooses slow hosts holds no more than its share, and a slow host no more than its
     own. The next place goes to the client that has the fewest, of its requests to the one that has
     the fewest, and to the oldest of those.
     """
 
-    most: int = MOST_PLACES
-    of_client: int = OF_CLIENT
-    of_host: int = OF_HOST
+    most: int = MOST_DOWNLOADS
+    of_client: int = CLIENT_DOWNLOADS
+    of_host: int = HOST_DOWNLOADS
     _waiting: dict[asyncio.Future[None], tuple[Asker, str]] = field(default_factory=dict)
     _clients: Counter[str] = field(default_factory=Counter)
     _hosts: Counter[str] = field(default_factory=Counter)
 
-    async def take(self, asker: Asker, host: str) -> None:
-        """Wait for a place, which `give_back` gives to others."""
+    async def take(self, asker: Asker, host: str = "") -> None:
+        """Wait for a place, which `give_back` gives to others.
+
+        Args:
+            host: that is asked for an image; empty for work on this machine.
+        """
         place = asyncio.get_running_loop().create_future()
         self._waiting[place] = asker, host
         self._serve()
@@ -45,7 +49,7 @@ class FetchPlaces:
                 self.give_back(asker, host)
             raise
 
-    def give_back(self, asker: Asker, host: str) -> None:
+    def give_back(self, asker: Asker, host: str = "") -> None:
         """Let others have a place that was taken."""
         asker.running -= 1
         self._clients -= Counter((asker.client,))  # which drops those that have none left

@@ -164,7 +164,9 @@ async def prepared(http: HttpRequest, body: ModelBody, work: Callable[[], Result
     if body.shows_images and service.settings.image_hosts:
         fetching = service.fetcher.fetch_all(body.contents(), record_of(http).client)
         await service.unless_left(http, fetching)
-    return await service.in_thread(work, body.shows_images)
+    if body.shows_images:
+        return await service.in_image_thread(http, work)
+    return await service.in_thread(work)
 
 
 def _sampling_of(first: SamplingParams, index: int) -> SamplingParams:

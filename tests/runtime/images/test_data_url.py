@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import RequestError
+from lowbit.runtime.images import data_url as module
 from lowbit.runtime.images.data_url import bytes_of_base64, bytes_of_data_url
 
 CONTENT = bytes(range(256)) + b"\xfb\xff\xfe?"
@@ -80,6 +81,19 @@ def test_long_ones_are_refused_and_not_quoted() -> None:
         bytes_of_data_url("https://" + "x" * 1_000_000)
     assert len(str(caught.value)) < 200
     assert bytes_of_data_url(f"data:;base64,{TEXT}", most_bytes=len(CONTENT)) == CONTENT
+
+
+def test_escapes_in_great_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes many times its bytes; those that base64 needs do not count."""
+    monkeypatch.setattr(module, "MOST_ESCAPES", 5)
+    for url in ("data:image/png,%41%42%43%44%45", "data:;base64,%51%55%4A%44"):
+        assert bytes_of_data_url(url)
+        with pytest.raises(RequestError, match=r"written with \d+ percent signs") as e:
+            bytes_of_data_url(f"{url}%41%41%41%41")
+        assert "base64" in str(e.value.hint)
+    quoted = TEXT.replace("+", "%2b").replace("/", "%2F").replace("=", "%3D") + "%0D%0A" * 3
+    assert quoted.count("%") > 5
+    assert bytes_of_base64(quoted) == CONTENT
 
 
 @given(st.text())

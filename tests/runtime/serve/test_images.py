@@ -5,6 +5,8 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import httpx2
@@ -33,6 +35,7 @@ from tests.runtime.serve.conftest import (
     SlowDecoding,
     busy,
     post,
+    raw_request,
     turns,
     until,
 )
@@ -245,6 +248,58 @@ def test_text_does_not_wait_for_images(
         finally:
             may.set()
         assert all(each.result().status_code == 200 for each in sent)
+
+
+def test_clients_take_turns_at_the_threads_that_decode(
+    seeing: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that leaves before its turn is not decoded; its place is nobody's meanwhile."""
+    begun: SimpleQueue[int] = SimpleQueue()
+    may = threading.Semaphore(0)
+
+    def slow(content: bytes, *given: Any) -> Any:
+        found = decode_image(content, *given)
+        begun.put(found.width)
+        assert may.acquire(timeout=60)
+        return found
+
+    monkeypatch.setattr(limits, "decode_image", slow)
+
+    def send(width: int, client: str) -> httpx2.Response:
+        file = base64.b64encode(saved(picture(width, 40))).decode()
+        body = SHORT[CHAT] | {"messages": [user(image(CHAT, f"data:image/png;base64,{file}"))]}
+        headers = {"X-Forwarded-For": client}
+        return httpx2.post(seeing.url + CHAT, json=body, headers=headers, timeout=60)
+
+    places = seeing.service.image_places
+
+    def asked(count: int) -> bool:
+        return places._clients.total() + len(places._waiting) == count
+
+    with ThreadPoolExecutor(8) as clients:
+        try:
+            sent = []
+            for count, (width, client) in enumerate(
+                [(401, "a"), (402, "a"), (403, "a"), (404, "a"), (405, "b")], start=1
+            ):
+                sent.append(clients.submit(send, width, f"192.0.2.{ord(client)}"))
+                until(partial(asked, count))
+            content = saved(picture(406, 40))
+            url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+            left = raw_request(seeing, SHORT[CHAT] | {"messages": [user(image(CHAT, url))]}, CHAT)
+            until(lambda: len(places._waiting) == 4)
+            left.close()
+            until(lambda: len(places._waiting) == 3)
+            order = [begun.get(timeout=30) for _ in range(IMAGE_THREADS)]
+            for _ in range(3):
+                may.release()
+                order.append(begun.get(timeout=30))
+        finally:
+            may.release(9)
+        assert all(each.result().status_code == 200 for each in sent)
+    assert sorted(order[:2]) == [401, 402]
+    assert order[2:] == [405, 403, 404]
+    until(lambda: not places._clients)
 
 
 def test_text_does_not_wait_for_the_tower(seeing: Running, monkeypatch: pytest.MonkeyPatch) -> None:

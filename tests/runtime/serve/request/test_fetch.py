@@ -19,7 +19,7 @@ from lowbit.runtime.serve.request.body import MediaPart
 from lowbit.runtime.serve.request.contents import Content, images_of
 from lowbit.runtime.serve.request.fetch import Budget, ImageFetcher
 from lowbit.runtime.serve.request.hosts import allowed_hosts
-from lowbit.runtime.serve.request.places import Asker, FetchPlaces
+from lowbit.runtime.serve.request.places import Asker, Places
 from tests.runtime.serve.request.image_host import ImageHost, image_host, reply
 
 FILE = b"\x89PNG and so on"
@@ -327,8 +327,8 @@ def test_a_wait_for_a_place_is_no_time_of_the_host(host: ImageHost) -> None:
     host.replies |= {"/a": reply(b"", "302 Found", location="/b"), "/b": reply(FILE)}
     passed = [0.0]
 
-    class Slow(FetchPlaces):
-        async def take(self, asker: Asker, host: str) -> None:
+    class Slow(Places):
+        async def take(self, asker: Asker, host: str = "") -> None:
             await super().take(asker, host)
             passed[0] += 100.0
 
@@ -390,9 +390,7 @@ def test_slow_hosts_leave_places_to_others(host: ImageHost, other: ImageHost) ->
     host.replies["/slow"] = None
     other.replies["/a"] = reply(FILE)
     names = (f"127.0.0.1:{host.port}", f"127.0.0.2:{other.port}")
-    one = ImageFetcher(
-        allowed_hosts(names), 30.0, 30.0, FetchPlaces(most=6, of_client=4, of_host=2)
-    )
+    one = ImageFetcher(allowed_hosts(names), 30.0, 30.0, Places(most=6, of_client=4, of_host=2))
     slow = [f"{host.url('/slow')}?{number}" for number in range(9)]
     host.replies |= {f"/slow?{number}": None for number in range(9)}
 
@@ -418,7 +416,7 @@ def test_the_images_of_a_request_have_a_limit_of_time_in_all(host: ImageHost) ->
     """Also those that have not had a place."""
     host.replies |= {"/a": reply(FILE), "/slow": None}
     contents = parts_of(host.url("/a"), host.url("/slow"), host.url("/slow?2"))
-    one = ImageFetcher(allowed_hosts([f"127.0.0.1:{host.port}"]), 30.0, 0.3, FetchPlaces(most=1))
+    one = ImageFetcher(allowed_hosts([f"127.0.0.1:{host.port}"]), 30.0, 0.3, Places(most=1))
 
     async def run() -> None:
         with pytest.raises(ApiError, match=r"longer than 0\.3 s in all") as e:

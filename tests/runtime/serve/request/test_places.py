@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from lowbit.runtime.serve.request.places import Asker, FetchPlaces
+from lowbit.runtime.serve.request.places import Asker, Places
 
 
 class Queue:
     """Tasks that wait for places, and the names of those that have one, in their order."""
 
-    def __init__(self, places: FetchPlaces) -> None:
+    def __init__(self, places: Places) -> None:
         self.places, self.got = places, list[str]()
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -32,7 +32,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 def test_a_host_has_its_share() -> None:
     async def test() -> None:
-        queue, one, two = Queue(FetchPlaces(most=9, of_host=2)), Asker("a"), Asker("b")
+        queue, one, two = Queue(Places(most=9, of_host=2)), Asker("a"), Asker("b")
         for number in range(3):
             await queue.ask(f"slow {number}", one, "slow")
         await queue.ask("slow of another", two, "slow")
@@ -47,7 +47,7 @@ def test_a_host_has_its_share() -> None:
 
 def test_a_client_has_its_share_whatever_hosts_it_names() -> None:
     async def test() -> None:
-        queue = Queue(FetchPlaces(most=4, of_client=3))
+        queue = Queue(Places(most=4, of_client=3))
         for number in range(9):
             await queue.ask(f"bad {number}", Asker("bad"), f"host {number}")
         await queue.ask("good", Asker("good"), "host 1")
@@ -58,7 +58,7 @@ def test_a_client_has_its_share_whatever_hosts_it_names() -> None:
 
 def test_the_next_place_goes_to_the_client_and_the_request_with_the_fewest() -> None:
     async def test() -> None:
-        queue = Queue(FetchPlaces(most=3))
+        queue = Queue(Places(most=3))
         long, short, other = Asker("a"), Asker("a"), Asker("b")
         for number in range(5):
             await queue.ask(f"long {number}", long)
@@ -75,7 +75,7 @@ def test_the_next_place_goes_to_the_client_and_the_request_with_the_fewest() -> 
 
 def test_who_leaves_takes_nothing_with_it() -> None:
     async def test() -> None:
-        queue, one = Queue(FetchPlaces(most=1)), Asker("a")
+        queue, one = Queue(Places(most=1)), Asker("a")
         for name in ("first", "gone", "third"):
             await queue.ask(name, one)
         queue.tasks["gone"].cancel()
