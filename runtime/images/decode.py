@@ -5,6 +5,7 @@ for it, transparent places become white, and a photograph is turned upright.
 """
 
 import io
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
@@ -21,8 +22,11 @@ MOST_PIXELS = 89_478_485  # Pillow warns of files above it; a quarter of a GiB d
 MOST_ASPECT = 200  # of the longer side to the shorter, as in transformers
 MOST_SCAN_PIXELS = 2**31  # of a progressive JPEG: pixels times the scans that each refine them all
 MOST_READS = 1 << 19  # of a file, so that one of tiny pieces does not take seconds to walk through
+MOST_SEGMENTS = 1 << 14  # of a JPEG; one with a large profile and many scans has 500
 ORIENTATION = 0x0112  # tag of EXIF
-SCAN = b"\xff\xda"  # begins a scan; within one, FF is followed by 00
+# Begins a segment of a JPEG; within a scan FF is followed by 00 or by a restart
+MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+SCAN, END, BARE = 0xDA, 0xD9, (0x01, 0xD8)  # its second byte; the last have no length
 TAKEN = "PNG, JPEG, WebP, GIF, BMP or AVIF"
 SIGNS: Mapping[str, tuple[bytes, ...]] = {  # first bytes of files
     "PNG": (b"\x89PNG\r\n\x1a\n",),
@@ -95,11 +99,15 @@ class _Counted(io.BytesIO):
         """Read on; errors as for a damaged file."""
         self.reads += 1
         if self.reads > MOST_READS:
-            raise RequestError(
-                "an image file has far more pieces than an image needs",
-                hint="open it in a viewer, save it again as PNG, and send that",
-            )
+            raise _too_many_pieces()
         return super().read(size)
+
+
+def _too_many_pieces() -> RequestError:
+    return RequestError(
+        "an image file has far more pieces than an image needs",
+        hint="open it in a viewer, save it again as PNG, and send that",
+    )
 
 
 def _kind_of(content: bytes) -> str:
@@ -160,7 +168,7 @@ def _check_size(width: int, height: int, limits: ImageLimits) -> None:
 
 def _check_scans(content: bytes, kind: str, image: "ImageFile") -> None:
     """Refuse a JPEG whose scans, each over the whole image, would take minutes."""
-    scans = content.count(SCAN) if kind == "JPEG" else 1
+    scans = _scans(content) if kind == "JPEG" else 1
     if scans > 1 and scans * image.width * image.height > MOST_SCAN_PIXELS:
         most = MOST_SCAN_PIXELS // (image.width * image.height)
         raise RequestError(
@@ -168,6 +176,27 @@ def _check_scans(content: bytes, kind: str, image: "ImageFile") -> None:
             f"most {most}",
             hint="save it without progressive steps",
         )
+
+
+def _scans(content: bytes) -> int:
+    """Scans of a JPEG up to its end, without those of a thumbnail in a segment.
+
+    Telephones append a short video, in which the bytes that begin a scan come by chance.
+
+    Raises:
+        RequestError: it has far more segments than an image needs.
+    """
+    count = place = 0
+    for _ in range(MOST_SEGMENTS):
+        if (found := MARKER.search(content, place)) is None:
+            return count
+        place, kind = found.end(), content[found.end() - 1]
+        if kind == END:
+            return count
+        count += kind == SCAN
+        if kind not in BARE:
+            place += int.from_bytes(content[place : place + 2], "big")
+    raise _too_many_pieces()
 
 
 def _in_rgb(image: "Image") -> "Image":

@@ -210,8 +210,24 @@ def test_a_jpeg_of_too_many_scans_is_refused() -> None:
     content = bytearray(saved(picture(40, 40), "JPEG"))
     place = content.index(b"\xff\xc0") + 5
     content[place : place + 4] = struct.pack(">HH", 9000, 9000)
-    many = bytes(content) + b"\xff\xda" * 30
-    refused(many, "the JPEG of 9000 x 9000 pixels has 31 scans, expected at most 26")
+    many = bytes(content[:-2]) + b"\xff\xda\0\2ab\xff\0\xff\xd0" * 30
+    comment = b"\xff\xfe\0\6\xff\xd9\xff\xda"  # neither an end nor a scan
+    for each in (many, many[:2] + comment + many[2:] + b"\xff\xd9"):
+        refused(each, "the JPEG of 9000 x 9000 pixels has 31 scans, expected at most 26")
+
+
+def test_scans_behind_the_end_of_a_jpeg_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Telephones append a video, and put a thumbnail into a segment."""
+    image = picture(40, 40)
+    thumbnail = saved(picture(8, 8), "JPEG", progressive=True)
+    file = saved(image, "JPEG", comment=thumbnail, progressive=True)
+    monkeypatch.setattr(decode, "MOST_SCAN_PIXELS", 40 * 40 * 10)
+    assert file.count(b"\xff\xda") == 20
+    assert decode_image(file + b"\0\xff\xda" * 50).size == (40, 40)
+    monkeypatch.setattr(decode, "MOST_SCAN_PIXELS", 40 * 40 * 10 - 1)
+    refused(file, "has 10 scans, expected at most 9")
+    for many in (b"\xff\x01" * 20_000, b"\xff\xda\0\2" * 20_000):
+        refused(file[:-2] + many, "far more pieces than an image needs")
 
 
 @pytest.mark.parametrize(("width", "height"), [(0, 5), (5, 0), (0, 0)])
