@@ -1,5 +1,7 @@
 """Conversations with images on a GPU: its tower and model against those of a CPU in FP32."""
 
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import lowbit.runtime as lowbit
 from lowbit.runtime.engine.load_options import VISION_DEVICES
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.vision_place import VisionPlace
+from lowbit.runtime.images.patches import ImagePatches
+from lowbit.runtime.models.vision import VisionTower
 from tests.runtime.engine.test_vision import CAT, DOG, GREEDY, assistant, user
 
 pytestmark = pytest.mark.gpu
@@ -89,3 +93,29 @@ def test_a_streamed_tower_gives_the_same_answer(seeing_folder: Path) -> None:
     other.vision.place = VisionPlace("cuda", streamed=True)
     again = other.generate(messages, sampling=GREEDY, max_new_tokens=20)
     assert again.token_ids == first.token_ids
+
+
+def test_text_passes_a_picture_whose_tower_runs_on_the_cpu(
+    seeing_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lowbit.load(seeing_folder, device="cuda", context=500, vision_device="cpu")
+    seen = [user("See ", CAT, DOG)]
+    expected = model.generate(seen, sampling=GREEDY, max_new_tokens=9).token_ids
+    model.engine.forget()
+    assert model.vision is not None
+    model.vision._kept.clear()
+    may = threading.Event()
+    pieces = VisionTower.pieces
+
+    def held(tower: VisionTower, image: ImagePatches) -> Iterator[torch.Tensor | None]:
+        assert may.wait(60)
+        yield from pieces(tower, image)
+
+    monkeypatch.setattr(VisionTower, "pieces", held)
+    made = model.encode_prompt(seen, None)
+    request = Request(tuple(made.ids), GREEDY, 9, model.stop_ids, images=made.images)
+    late = model.engine.submit(request)
+    assert len(model.generate("Hi", sampling=GREEDY, max_new_tokens=9).token_ids) > 1
+    assert not late.begun
+    may.set()
+    assert late.result() == expected
