@@ -76,8 +76,10 @@ class PromptImages:
                 free -= not _has_embeddings(future)
 
     def _free(self, beside: int | None = None) -> int:
-        """Images that may be begun now."""
+        """Images that may be begun now; none where one has failed, which ends the request."""
         begun = [each for start, each in list(self._begun.items()) if start != beside]
+        if any(each.done() and each.exception() is not None for each in begun):
+            return 0
         return AHEAD - sum(not _has_embeddings(each) for each in begun)
 
     def waits(self) -> list[Future[Any]]:

@@ -195,7 +195,8 @@ class _Visit:
                 loop.call_soon_threadsafe(_settle, found, result, error)
 
         try:
-            threading.Thread(target=run, name="lowbit-names", daemon=True).start()
+            # By its name the server does not wait for it at its end, see `end_threads`.
+            threading.Thread(target=run, name="look-up", daemon=True).start()
         except RuntimeError as error:  # the system grants none
             found.cancel()
             raise OSError(str(error)) from None

@@ -354,6 +354,25 @@ def test_a_thread_that_fails_ends_its_own_request_alone(
     assert said(submitted(model, hub.prompt(20)))
 
 
+def test_nothing_more_is_begun_for_a_prompt_that_fails(
+    hub: Hub, fresh: Callable[..., lowbit.Model]
+) -> None:
+    model = fresh()
+    plain = hub.prompt(20, CAT, [END], STRIP, 70, DOT, 3, TALL, 2)
+    towers = [Tower(each, MemoryError(), Future()) for each in plain.spans]
+    pairs = zip(plain.spans, towers, strict=True)
+    spans = tuple(replace(span, embeddings=tower) for span, tower in pairs)
+    late = model.engine.submit(asked(replace(plain, spans=spans)))
+    assert model.engine.step()
+    for tower in towers[:2]:
+        assert tower.cut is not None
+        tower.cut.set_exception(MemoryError())
+    with pytest.raises(ResourceError):
+        late.result()
+    assert [tower.prepared for tower in towers] == [1, 1, 0, 0]
+    assert_all_free(model.engine)
+
+
 def test_embeddings_of_another_form_are_refused(
     hub: Hub, fresh: Callable[..., lowbit.Model]
 ) -> None:

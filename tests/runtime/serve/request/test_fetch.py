@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lowbit.formats.errors import RequestError
+from lowbit.runtime.serve import server
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.request import fetch as module
 from lowbit.runtime.serve.request.body import MediaPart
@@ -362,6 +363,7 @@ def test_a_name_that_is_looked_up_for_ever_keeps_its_place_alone(
             with pytest.raises(RequestError, match=r"longer than 0\.1 s"):
                 await one.fetch(host.url("/a", "slow.test"))
         assert one.places._hosts == {"slow.test": 2}
+        assert server.end_threads()  # which a hanging server would wait for
         assert await one.fetch(host.url("/a")) == FILE
         may.set()
         while one.places._hosts:
