@@ -151,7 +151,8 @@ class PromptEncoder:
                 f"the model takes no images: {self.no_images}",
                 hint="images need a Qwen3.5 with its vision tower, converted without --drop-vision",
             )
-        return PictureReader(self.images.settings, self.known)
+        sends = isinstance(self.embedder, EmbedderElsewhere)
+        return PictureReader(self.images.settings, self.known, sends)
 
     def _rendered(
         self,

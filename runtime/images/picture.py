@@ -120,6 +120,7 @@ class PictureReader:
 
     settings: ImageSettings
     known: KnownPictures = field(default_factory=KnownPictures)
+    sends: bool = True  # pixels have to be sent to the tower's process
     count: int = 0
     pixels: int = 0  # of those that have been decoded
     kept: int = 0  # pixels that are handed on
@@ -160,7 +161,8 @@ class PictureReader:
     def _kept(self, content: bytes, image: "Image") -> Pixels | None:
         """Pixels to hand on; None if they are too many, or as fast to decode as to send."""
         count = image.width * image.height
-        if content.startswith(SIGNS["JPEG"]) or self.kept + count > MOST_KEPT_PIXELS:
+        slow = self.sends and content.startswith(SIGNS["JPEG"])
+        if slow or self.kept + count > MOST_KEPT_PIXELS:
             return None
         self.kept += count
         return Pixels(image.width, image.height, bytearray(image.tobytes()))

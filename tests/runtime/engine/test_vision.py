@@ -378,8 +378,9 @@ def test_a_picture_is_decoded_once(model: Model, monkeypatch: pytest.MonkeyPatch
         vision.known._sizes.clear()
         model.engine.forget()
         decoded.clear()
-        model.generate([user("See ", CAT, DOG, CAT)], max_new_tokens=2)
-        assert decoded == [CAT, DOG]
+        photo = saved(picture(40, 50), "JPEG")
+        model.generate([user("See ", CAT, photo, CAT)], max_new_tokens=2)
+        assert decoded == [CAT, photo]
 
 
 def test_few_pictures_are_cut_before_their_turn(

@@ -123,7 +123,9 @@ def test_pixels_that_are_decoded_as_fast_as_sent_are_not_handed_on(
 ) -> None:
     monkeypatch.setattr(module, "MOST_KEPT_PIXELS", 2 * 90 * 70)
     reader = PictureReader(SETTINGS)
-    assert reader.read(saved(picture(90, 70), "JPEG")).pixels is None
+    jpeg = saved(picture(90, 70), "JPEG")
+    assert reader.read(jpeg).pixels is None
+    assert PictureReader(SETTINGS, sends=False).read(jpeg).pixels is not None
     assert reader.read(saved(picture(128, 128))).pixels is None
     files = [saved(picture(90, 70, seed)) for seed in range(3)]
     assert [reader.read(each).pixels is not None for each in files] == [True, True, False]
