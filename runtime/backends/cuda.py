@@ -145,9 +145,11 @@ def product(
         if way in ("gemv", "wgmma"):
             return gemv(x, w, variant, norm, squares, eps, added, dtype)
         if way == "int8":
-            return gemm_int8(x, w, variant.int8, norm=norm, squares=squares, eps=eps, added=added)
+            return gemm_int8(
+                x, w, variant.int8, norm=norm, squares=squares, eps=eps, added=added, dtype=dtype
+            )
         if way == "mma":
-            return mma_int8(x, w, norm=norm, squares=squares, eps=eps, added=added)
+            return mma_int8(x, w, norm=norm, squares=squares, eps=eps, added=added, dtype=dtype)
         if way == "gemm":
             return gemm(x, w, norm=norm, eps=eps, added=added)
         return widened_gemm(x if norm is None else rms_norm(x, norm, eps), w, added, dtype)

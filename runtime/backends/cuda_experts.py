@@ -58,12 +58,11 @@ def mixture(
 ) -> Tensor:
     """Add the output of the experts for the normed x to x; see `Ops.moe`.
 
-    residual: [M, h], added in place of x, whose dtype the result has; for exact inputs alone.
+    residual: [M, h], added in place of x, whose dtype the result has.
     """
-    way = experts_way(len(x))
+    onto, way = x if residual is None else residual, experts_way(len(x))
     if stacked(experts.gate_up).activations == "int8":
-        return _mixture_int8(x, norm, eps, experts)
-    onto = x if residual is None else residual
+        return _mixture_int8(x, norm, eps, experts, onto)
     if way == "grouped":
         h = rms_norm(x, norm, eps)
         scores = torch.mm(h, experts.router.T, out_dtype=torch.float32)
@@ -76,11 +75,13 @@ def mixture(
     return experts_down(act, scores, routes, experts, onto)
 
 
-def _mixture_int8(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinear]) -> Tensor:
+def _mixture_int8(
+    x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinear], residual: Tensor
+) -> Tensor:
     """`mixture` with x in eight bits: a token has the same bits in any company, and in a prompt."""
     if len(x) > EXPERTS_CHUNK:
-        parts = torch.split(x, EXPERTS_CHUNK)
-        return torch.cat([_mixture_int8(part, norm, eps, experts) for part in parts])
+        parts = zip(*(torch.split(each, EXPERTS_CHUNK) for each in (x, residual)), strict=True)
+        return torch.cat([_mixture_int8(part, norm, eps, experts, own) for part, own in parts])
     scores = dense_gemv(
         x, experts.router, norm=norm, eps=eps, dtype=torch.float32, at_once=EXPERTS_CHUNK
     )
@@ -89,6 +90,6 @@ def _mixture_int8(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[Gp
     if routes and len(x) > EXPERTS_APART:
         rows = block_rows(routes.numbers.numel(), experts, card_of(x).shared_bytes)
     if routes and rows:
-        return experts_grouped_int8(x, norm, eps, routes, experts, rows)
+        return experts_grouped_int8(x, norm, eps, routes, experts, rows, residual)
     act = gate_up_int8(x, norm, eps, scores, routes, experts)
-    return down_int8(act, scores, routes, experts, x)
+    return down_int8(act, scores, routes, experts, residual)

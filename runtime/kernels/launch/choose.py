@@ -77,15 +77,17 @@ def choose(
 
     Args:
         tokens: of a step or a chunk.
+        normed: x is, by the gain of a norm.
+        logits: the result is FP32, and exact inputs are not multiplied by `gemm`.
         beside: with dense rows in the same launch (`takes_rows`).
     """
     if isinstance(w, DenseLinear):
         return Variant("rows" if tokens <= DENSE_TOKENS else "cublas", DENSE_TOKENS)
+    whole = w.N % TILE == 0
     if w.activations == "int8":
-        whole = w.N % TILE == 0 and not logits
         return int8_variant(w.constants, w.size, whole, w.tuned, card, (tokens, normed))
     asked = tokens, normed, logits, beside
-    return packed_variant(w.constants, w.size, w.N % TILE == 0, w.tuned, card, asked)
+    return packed_variant(w.constants, w.size, whole, w.tuned, card, asked)
 
 
 @cache

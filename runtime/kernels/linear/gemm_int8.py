@@ -6,9 +6,9 @@ or silu(gate) * up of such a product, where the weight is paired; see `formats.a
 
 Layout  weight in tiles of 16 rows as `gemv` reads them (`tiles`): four tiles are the 64 rows of a
         warpgroup's A operand, in registers. x as `quantize` leaves it: a block's tokens of 128 k
-        and their scales are one bulk copy. y [M, N] bf16, or [M, N / 2] where paired
+        and their scales are one bulk copy. y [M, N], or [M, N / 2] where paired, bf16 or fp32
 Bytes   N*K*bits/8 + 2*N*K/G for each block of tokens, M*K*(1 + 4/128) for each block of rows,
-        2*M*N written; where K is divided, 8*rows*tokens for each part of a block
+        2*M*N written, 4*M*N as FP32; where K is divided, 8*rows*tokens for each part of a block
 Plan    a unit is a block of rows and of tokens. Every program has as many whole units; of those
         that are left each is divided along K among some programs, which begin with their parts. A
         part waits in memory for the warp that comes last, which adds all parts and stores. x and
@@ -409,6 +409,7 @@ def multiply(
     *,
     normed: bool = False,
     added: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """The product of a weight and tokens that `quantize` has left in blocks; see `gemm_int8`.
 
@@ -418,7 +419,7 @@ def multiply(
     if w.bounds is None or w.arrived is None:
         raise ValueError("a weight that was not prepared for activations in eight bits")
     N = w.N // 2 if w.paired else w.N
-    y = torch.empty((M, N), dtype=torch.bfloat16, device=blocks.device)
+    y = torch.empty((M, N), dtype=dtype, device=blocks.device)
     count = -(-M // X.TOKENS)
     units = -(-w.tiles * TILE // (ROWS * launch.row_groups)) * count
     programs = min(units, launch.programs * card_of(blocks).multiprocessors)
@@ -442,7 +443,7 @@ def multiply(
         w.scales.view(torch.int32),
         w.bounds,
         None if added is None else added.view(torch.int32),
-        y.view(torch.int32),
+        y if dtype == torch.float32 else y.view(torch.int32),
         parts,
         w.arrived,
         M,
@@ -471,6 +472,7 @@ def gemm_int8(
     squares: Tensor | None = None,
     eps: float = 0.0,
     added: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """`added + rms_norm(x) @ w.T` with x in eight bits, on Hopper; see `launch.choose`.
 
@@ -480,11 +482,13 @@ def gemm_int8(
         launch: of `launch.int8`.
         norm: [K] gain of an RMS norm.
         squares: of the heads of x, whose norm takes the place of `norm`; see `gemv`.
-        added: [M, N] or [1, N], added in FP32 before the one rounding.
+        added: [M, N] or [1, N] bfloat16, added in FP32 before the one rounding.
+        dtype: of the result: bfloat16, or float32, which is not rounded.
 
     Returns:
-        [M, N] or [M, N / 2] bfloat16.
+        [M, N] or [M, N / 2].
     """
     X = token_blocks(w.K, activation_group(w.group_size, w.K), launch.tokens)
     blocks = quantize(x, w.bits, X, norm=norm, squares=squares, eps=eps)
-    return multiply(blocks, len(x), w, X, launch, normed=norm is not None, added=added)
+    normed = norm is not None
+    return multiply(blocks, len(x), w, X, launch, normed=normed, added=added, dtype=dtype)

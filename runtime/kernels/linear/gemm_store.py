@@ -79,8 +79,9 @@ def store_block(
     acc, added_ptr, given, out_ptr, first_token, tile, lane, M, N, stride, factors,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Store a warp's rows of some tokens: 8 tokens and 8 rows at a time, turned by `movmatrix`.
+    """Store a warp's rows of some tokens: 8 tokens and 8 rows at a time.
 
+    out_ptr: to FP32, or to pairs of BF16, which are turned by `movmatrix`.
     given: what is added, if it has been loaded by `load_added`; else it is loaded here.
     factors: of the sums, if any: for each 8 tokens those of the lane's two. What is added is so
         with one rounding, `fma(sum, factor, added)`.
@@ -120,10 +121,23 @@ def store_block(
                     else:
                         first += low_half(pair)
                         second += high_half(pair)
-                word = turned(bf16_pair(first, second))
-                inside = (token < M) & (column + half * 8 < N)
-                at = out_ptr + (token.to(gl.int64) * N + column + half * 8) // 2
-                gl.store(at, word, mask=inside)
+                if out_ptr.dtype.element_ty == gl.float32:
+                    at = first_token + (batch + i) * 8 + lane % 4 * 2
+                    row = tile * (8 * HALVES) + half * 8 + lane // 4
+                    _store_floats(out_ptr, (first, second), at, row, M, N)
+                else:
+                    word = turned(bf16_pair(first, second))
+                    inside = (token < M) & (column + half * 8 < N)
+                    at = out_ptr + (token.to(gl.int64) * N + column + half * 8) // 2
+                    gl.store(at, word, mask=inside)
+
+
+@gluon.jit
+def _store_floats(out_ptr, values, token, column, M, N):
+    """Store a lane's values of two tokens; eight lanes have those of a token side by side."""
+    for i in gl.static_range(2):
+        at = out_ptr + ((token + i).to(gl.int64) * N + column)
+        gl.store(at, values[i], mask=(token + i < M) & (column < N))
 
 
 @gluon.jit

@@ -2,10 +2,11 @@
 
     t = fp32(sum(code * q) * scale_w)   y = fma(t, scale_x, y)   from a centre, for each group of x
 
-Layout  x as `quantize` leaves it, weight in tiles of 16 rows (`tiles`) -> y [M, N] bf16
+Layout  x as `quantize` leaves it, weight in tiles of 16 rows (`tiles`) -> y [M, N],
+        bf16 or fp32
 Fused   RMS norm of x, or norms of its heads, in `quantize`; the norm's factor, residual + y or
         bias + y, silu(gate) * up for a paired weight
-Bytes   N*K*bits/8 for every block of tokens, M*K*33/32 for every block of rows, 2*M*N
+Bytes   N*K*bits/8 for every block of tokens, M*K*33/32 for every block of rows, 2*M*N or 4*M*N
 Plan    a warp takes one or two tiles and up to 64 tokens over the whole of K. Its codes are the A
         operand, loaded a step of 128 k ahead and unpacked in registers; a block's step of x comes
         by `cp.async`, some steps ahead, for all warps. Sums stay in registers, from the centre of a
@@ -91,6 +92,7 @@ def mma_int8(
     squares: Tensor | None = None,
     eps: float = 0.0,
     added: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """`added + rms_norm(x) @ w.T` of x in eight bits; see `gemv`.
 
@@ -100,9 +102,10 @@ def mma_int8(
         norm: [K] gain of an RMS norm.
         squares: [M, heads, SQUARES] float32, of the heads of x.
         added: [M, N] or [1, N] bfloat16.
+        dtype: of the result: bfloat16, or float32, which is not rounded.
 
     Returns:
-        [M, N] or, for a paired weight, [M, N / 2] bfloat16.
+        [M, N] or, for a paired weight, [M, N / 2].
     """
     M, card = x.shape[0], card_of(x)
     plan = mma_plan(w.constants, min(M, MANY + 1), w.paired, card.overlaps)
@@ -110,7 +113,7 @@ def mma_int8(
     blocks = -(-M // plan.X.TOKENS)
     row_blocks = -(-w.tiles // (plan.WARPS // plan.BESIDE * plan.TILES))
     N = w.N // 2 if w.paired else w.N
-    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    y = torch.empty((M, N), dtype=dtype, device=x.device)
     run(
         _mma_int8_kernel,
         (row_blocks * blocks,),
@@ -119,7 +122,7 @@ def mma_int8(
         w.scales.view(torch.int32),
         w.bounds,
         None if added is None else added.view(torch.int32),
-        y.view(torch.int32),
+        y if dtype == torch.float32 else y.view(torch.int32),
         M,
         N,
         w.tiles,

@@ -142,7 +142,7 @@ def test_blocks_give_a_token_the_bits_that_it_has_alone(
     scores[M // 2 :] = scores[M // 2]
     routes = experts_route(scores, w)
     apart = down_int8(gate_up_int8(x, norm, EPS, scores, routes, w), scores, routes, w, x)
-    assert torch.equal(experts_grouped_int8(x, norm, EPS, routes, w, rows), apart)
+    assert torch.equal(experts_grouped_int8(x, norm, EPS, routes, w, rows, x), apart)
     some = scores[:1].contiguous()
     lone = down_int8(gate_up_int8(x[:1], norm, EPS, some, None, w), some, None, w, x[:1])
     assert torch.equal(lone, apart[:1])
@@ -191,11 +191,11 @@ def test_nan_stays_in_its_token(device: str, randn: Randn) -> None:
     scores = scores_of(M, size, device)
     scores[:] = scores[0]  # all tokens in the same blocks
     routes = experts_route(scores, w)
-    clean = experts_grouped_int8(x, norm, EPS, routes, w, 8)
+    clean = experts_grouped_int8(x, norm, EPS, routes, w, 8, x)
     for bad in (torch.nan, -torch.nan, torch.inf):
         x[1, 5] = bad
         apart = down_int8(gate_up_int8(x, norm, EPS, scores, routes, w), scores, routes, w, x)
-        for y in (experts_grouped_int8(x, norm, EPS, routes, w, 8), apart):
+        for y in (experts_grouped_int8(x, norm, EPS, routes, w, 8, x), apart):
             assert not bool(y[1].isfinite().any())
             assert torch.equal(y[[0, 2, 3]], clean[[0, 2, 3]])
 
@@ -219,6 +219,22 @@ def test_the_mode_decides(device: str, randn: Randn, monkeypatch: pytest.MonkeyP
     assert torch.equal(cuda.moe(x, norm, EPS, w), alone)
     exact = replace(w, gate_up=replace(stacked(w.gate_up), activations="exact"))
     assert not torch.equal(cuda.moe(x[:1], norm, EPS, exact), alone[:1])
+
+
+@pytest.mark.parametrize("M", [1, 3, 7])
+def test_sums_of_a_part_are_those_that_a_residual_is_added_to(
+    M: int, device: str, randn: Randn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank adds them to zeros, in FP32: tokens alone, few, and a prompt in parts."""
+    monkeypatch.setattr(cuda_experts, "EXPERTS_APART", 3)
+    monkeypatch.setattr(cuda_experts, "EXPERTS_CHUNK", 5)
+    size = Size(4, 64, 32, 6, 2, True, 32)
+    w = scaled(random_experts(size, device, "int8"), torch.bfloat16)
+    x, norm = randn(M, 64), 1 + 0.2 * randn(64)
+    sums = cuda_experts.mixture(x, norm, EPS, w, torch.zeros(M, 64, device=device))
+    assert sums.dtype == torch.float32
+    assert not torch.equal(sums, sums.bfloat16().float())
+    assert torch.equal((sums + x.float()).bfloat16(), cuda.moe(x, norm, EPS, w))
 
 
 @gpu

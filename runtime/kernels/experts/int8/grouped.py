@@ -2,7 +2,7 @@
 
     act[p] = silu(gate_e @ h_b) * (up_e @ h_b)      p: places in the order of experts
     part[b * slots + s] = down_e @ act[p]           FP32
-    y[b] = x[b] + sum_s share[b, s] * part[b * slots + s]
+    y[b] = residual[b] + sum_s share[b, s] * part[b * slots + s]
 
 Layout  codes and scales of the normed x (`quantize`), order and blocks of `experts_lists`, weights
         in tiles of all experts (`tiled_experts`) -> act [P, I] bf16, part [P, h] fp32, y [M, h]
@@ -292,8 +292,9 @@ def experts_grouped_int8(
     routes: Routes,
     experts: ExpertWeights[GpuLinear],
     rows: int,
+    residual: Tensor,
 ) -> Tensor:
-    """Add to every token the weighted outputs of its experts for the normed token.
+    """Add to a residual the weighted outputs of every token's experts for the normed token.
 
     Args:
         x: [M, h] bfloat16, contiguous.
@@ -301,9 +302,10 @@ def experts_grouped_int8(
         routes: of `experts_route`.
         experts: of `gathered`.
         rows: of a block; see `block_rows`.
+        residual: [M, h].
 
     Returns:
-        [M, h] in x's dtype; a token has the bits of `gate_up_int8` and `down_int8`.
+        [M, h] in the residual's dtype; a token has the bits of `gate_up_int8` and `down_int8`.
     """
     gate_up, down = stacked(experts.gate_up), stacked(experts.down)
     (M, h), inner, slots = x.shape, gate_up.N // 2, routes.numbers.shape[1]
@@ -355,7 +357,7 @@ def experts_grouped_int8(
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )
-    return weighed(parts, routes.shares, x)
+    return weighed(parts, routes.shares, residual)
 
 
 def _bytes(W: Packed, rows: int) -> int:

@@ -1,11 +1,11 @@
 """experts_gate_up_int8, experts_down_int8: experts of few tokens, each for itself, x in eight bits.
 
     act[b, s] = silu(gate_e @ h) * (up_e @ h)           e = expert s of token b
-    y[b] = x[b] + sum_s share[b, s] * down_e @ act[b, s]
+    y[b] = residual[b] + sum_s share[b, s] * down_e @ act[b, s]
 
 Layout  x [M, h] bf16, scores [M, experts] fp32 of a lone token or numbers and shares of
         `experts_route`, weights in tiles of all experts (`tiled_experts`) -> act [M, slots, I] bf16
-        -> y [M, h]
+        -> y [M, h] in the residual's type
 Fused   RMS norm of x; of a lone token the choice of experts and their shares; SwiGLU; residual
 Bytes   of the experts that are chosen N*K*bits/8 + 2*N*K/G each
 Plan    as of `experts_gate_up` and `experts_down`, but a warp multiplies a tile over the whole of
@@ -278,7 +278,7 @@ def down_int8(
     scores: Tensor,
     routes: Routes | None,
     experts: ExpertWeights[GpuLinear],
-    x: Tensor,
+    residual: Tensor,
 ) -> Tensor:
     """Multiply by the down weights of every token's experts, weigh, and add the residual.
 
@@ -287,17 +287,17 @@ def down_int8(
         scores: [M, experts] float32, of the router.
         routes: of `experts_route`; None lets every warp choose for itself.
         experts: of `gathered`.
-        x: [M, N], the residual.
+        residual: [M, N].
 
     Returns:
-        [M, N] in x's dtype.
+        [M, N] in the residual's dtype.
     """
-    w, choice, pdl = stacked(experts.down), choice_of(experts), programmatic_launch(x)
-    launch = int8_down_launch(w.steps, choice.SLOTS, x.shape[0])
-    y = torch.empty_like(x)
+    w, choice, pdl = stacked(experts.down), choice_of(experts), programmatic_launch(act)
+    launch = int8_down_launch(w.steps, choice.SLOTS, len(act))
+    y = torch.empty_like(residual)
     run(
         _experts_down_int8_kernel,
-        (-(-w.tiles // (launch.tiles * launch.rounds)), x.shape[0]),
+        (-(-w.tiles // (launch.tiles * launch.rounds)), len(act)),
         act,
         scores,
         None if routes is None else routes.numbers,
@@ -305,13 +305,13 @@ def down_int8(
         w.words,
         w.scales.view(torch.int32),
         w.bounds,
-        x,
+        residual,
         y,
         w.N,
         w.tiles,
         PLAN=_down_plan(choice, w.constants, launch, pdl),
         num_warps=launch.warps,
-        maxnreg=register_cap(x, launch.registers),
+        maxnreg=register_cap(act, launch.registers),
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )

@@ -98,6 +98,14 @@ def test_launches_of_rounded_inputs_fit(capability: tuple[int, int]) -> None:
         choose(replace(tiled(40, 128 * 2000), activations="int8"), 1, card)
 
 
+@pytest.mark.parametrize("card", [H200, RTX_4090], ids=str)
+def test_partial_sums_of_rounded_inputs_take_the_same_ways(card: Card) -> None:
+    for w in (tiled(4096, 6144), tiled(4096, 256, 8), tiled(4096, 128), tiled(40, 512)):
+        rounded = replace(w, activations="int8")
+        for tokens in (1, 8, 9, 64, 1024):
+            assert choose(rounded, tokens, card, logits=True) == choose(rounded, tokens, card)
+
+
 def test_a_token_too_long_to_stage_takes_the_kernel_for_several() -> None:
     found = choose(tiled(64, 128 * 600), 1, RTX_4090)
     assert (found.way, found.room, found.staged) == ("gemv", 2, False)

@@ -53,22 +53,26 @@ def test_every_launch_has_the_bits_of_the_reference(
     x = (randn(TOKENS, case.K) * torch.logspace(-2, 2, TOKENS).to(randn(1))[:, None]).bfloat16()
     x[0, : case.G // 2] = 0
     x[2, 40] = torch.nan
-    expected = product(x, w).bfloat16()
-    expected[2] = torch.nan
+    sums = product(x, w)
+    sums[2] = torch.nan
+    expected = sums.bfloat16()
     tiled = cuda.prepare(w, activations="int8")
     assert isinstance(tiled, TiledLinear)
     wide, group = case.scales == torch.float32, activation_group(case.G, case.K)
     steps = -(-case.K // STEP_K)
     tried = 0
-    for launch, _ in LAUNCHES:
-        for own in (launch, replace(launch, steps=1, ahead=2), replace(launch, sharers=3)):
+    for each, _ in LAUNCHES:
+        for own in (each, replace(each, steps=1, ahead=2), replace(each, sharers=3)):
             turns = steps % own.steps == 0 and steps // own.steps >= own.ahead
             if not turns or int8_shared(case.bits, steps, group, wide, own) is None:
                 continue
             tried += 1
             for count in (min(TOKENS, COUNTERS * own.tokens), 9):
-                y = gemm_int8(x[:count], tiled, fitting(own, case.N, count))
+                launch = fitting(own, case.N, count)
+                y = gemm_int8(x[:count], tiled, launch)
                 assert torch.equal(y.nan_to_num(7), expected[:count].nan_to_num(7)), own
+                y = gemm_int8(x[:count], tiled, launch, dtype=torch.float32)
+                assert torch.equal(y.nan_to_num(7), sums[:count].nan_to_num(7)), own
     assert tried > len(LAUNCHES) // 2
 
 

@@ -250,3 +250,28 @@ def test_a_token_has_its_bits_in_any_step_and_prompt(
 def same(a: Tensor, b: Tensor) -> bool:
     """Equality of bits, but for those of NaN."""
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=str)
+def test_partial_sums_of_many_tokens_have_the_bits_of_lone_ones(
+    make_packed: MakePacked, randn: Randn, promise: Promise
+) -> None:
+    """As FP32, which nothing has rounded: with no norm and nothing added the reference's."""
+    case, most = promise.case, min(promise.prompt, 40)
+    x = (randn(most, case.K) * torch.logspace(-2, 2, most).to(randn(1))[:, None]).bfloat16()
+    w = made(case, make_packed)
+    tiled = cuda.prepare(w, activations="int8")
+    assert isinstance(tiled, TiledLinear)
+    expected, added = product(x, w), randn(most, case.N)
+    assert torch.equal(cuda.product(x, tiled, logits=True), expected)
+    assert torch.equal(mma_int8.mma_int8(x[:13], tiled, dtype=FP32), expected[:13])
+    squares = x.float().square().view(most, case.K // 32, SQUARES, -1).sum(-1)
+    fused: list[dict[str, Any]] = [
+        {"norm": 1 + 0.3 * randn(case.K), "eps": EPS, "added": added},
+        {"squares": squares, "eps": EPS},
+    ]
+    for given in fused:
+        lone = {n: v[-1:] if n in ("added", "squares") else v for n, v in given.items()}
+        y = mma_int8.mma_int8(x, tiled, dtype=FP32, **given)
+        assert y.dtype == FP32
+        assert torch.equal(y[-1:], gemv(x[-1:], tiled, dtype=FP32, **lone))
