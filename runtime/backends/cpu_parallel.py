@@ -2,8 +2,9 @@
 
 Linears shared out by rows give the rank's heads and widths and need no exchange. Those shared out
 by columns multiply in FP32, from the same codes; their partial sums are added in FP32 in the order
-of the ranks, and rounded once as the product of a single rank is. So a result differs from a single
-rank's by the order of a sum in FP32 alone, before that rounding.
+of the ranks, and rounded once as the product of a single rank is: of inputs in eight bits once the
+residual has been added. So a result differs from a single rank's by the order of a sum in FP32
+alone, before that rounding.
 """
 
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_experts import mixture
+from lowbit.runtime.backends.cpu_int8 import GroupedCodes
 from lowbit.runtime.backends.cpu_linear import CpuLinear, Int8Rows, Planes, linear
 from lowbit.runtime.backends.delta_rule import delta_net
 from lowbit.runtime.backends.exchange import Exchange
@@ -53,6 +55,8 @@ def rank_form(module: str, form: RankLinear, share: Share, rows: HeadShare) -> R
             return PartialLinear(replace(form, scales=form.scales.float()))
         case DenseLinear():
             return PartialLinear(DenseLinear(form.weight.float()))
+        case GroupedCodes():  # whose products are FP32
+            return PartialLinear(form)
         case _:
             raise TypeError(f"{type(form).__name__} has no partial sums")
 
@@ -92,8 +96,9 @@ class RankOps:
     ) -> Tensor:
         """`added + rms_norm(x) @ w.T` of all ranks' parts; see `Ops.product`."""
         if isinstance(w, PartialLinear):
-            y = self.exchange.total(_partial(x, w)).to(x.dtype)
-            return y if added is None else added + y
+            y = self.exchange.total(_partial(x, w))
+            y = y if isinstance(w.form, GroupedCodes) else y.to(x.dtype)
+            return (y if added is None else added + y).to(x.dtype)
         form = w.form if isinstance(w, HeadRows) else w
         y = cpu.product(x, form, norm=norm, eps=eps, added=added, swiglu=swiglu, logits=logits)
         return self.exchange.side_by_side(y, w.widths) if isinstance(w, HeadRows) else y

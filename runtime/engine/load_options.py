@@ -1,6 +1,5 @@
 """Options for loading a checkpoint, from the command line to the engine, without torch."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
@@ -34,11 +33,7 @@ DEFAULT_ACTIVATIONS: Activations = "exact"  # likewise
 VisionDevice = Literal["auto", "cuda", "cpu"]  # of the tower that reads images
 VISION_DEVICES: tuple[VisionDevice, ...] = get_args(VisionDevice)
 DEFAULT_VISION_DEVICE: VisionDevice = "auto"
-# Values of options that work with several ranks
-SHARED_VALUES: Mapping[str, tuple[str | None, ...]] = {
-    "speculate": ("off", "ngram", "mtp", "auto", None),
-    "activations": ("exact",),
-}
+SHARED_MODES: tuple[Mode | None, ...] = ("off", "ngram", "mtp", "auto", None)  # with several ranks
 MOST_DRAFTS = 15  # with the last token ROUND_TOKENS
 RECURRENT_DRAFTS = 7  # by default with linear layers: each draft takes a recurrent state
 
@@ -89,7 +84,7 @@ class LoadOptions:
             begin another. By default they are plain text. Raw prompts are taken as they are.
         tensor_parallel: processes that share the model, each with some of its heads and a part of
             its widths, and on a GPU of its own; the numbers that fit depend on the model. No
-            drafter is read, a CPU has n-grams alone, and `activations` stay `exact`.
+            drafter is read, and a CPU has n-grams alone.
         devices: number of the GPU of each of them; None for the first ones.
         vision_device: where the vision tower runs, which is read at the first image. `auto` takes
             the GPU of the model if the cache stays as large beside the tower and an image, streams
@@ -169,12 +164,11 @@ class LoadOptions:
             )
         if ranks == 1:
             return
-        for name, value in (("speculate", self.speculate), ("activations", self.activations)):
-            if value not in SHARED_VALUES[name]:
-                raise RequestError(
-                    f"`{name}` {value} does not work with `tensor_parallel` yet",
-                    hint=f"what works: {' or '.join(filter(None, SHARED_VALUES[name]))}",
-                )
+        if self.speculate not in SHARED_MODES:
+            raise RequestError(
+                f"`speculate` {self.speculate} does not work with `tensor_parallel` yet",
+                hint=f"what works: {' or '.join(filter(None, SHARED_MODES))}",
+            )
         if self.drafter is not None:
             raise RequestError(
                 "a `drafter` does not work with `tensor_parallel` yet",

@@ -50,7 +50,11 @@ def load_rank(
         progress(module)
         return rank_form(module, form, exchange.share, rows)
 
-    weights = Weights(shard.checkpoint, shard.schemes, "cpu", dtype, made, formed=formed)
+    weights = Weights(
+        *(shard.checkpoint, shard.schemes, "cpu", dtype, made),
+        activations=shard.activations,
+        formed=formed,
+    )
     decoder = build_decoder(shard, weights, RankOps(exchange), context)
     weights.check_finite()
     if shard.lone is None:
@@ -91,6 +95,7 @@ def load_rank_on_gpu(
     weights: Weights[GpuRankLinear] = Weights(
         *(shard.checkpoint, shard.schemes, "cuda", dtype, cuda_parallel.prepare),
         gather=cuda_parallel.gathered,
+        activations=shard.activations,
         formed=formed,
     )
     mixed = most_tokens if shard.config.experts is not None else 0

@@ -36,7 +36,7 @@ from lowbit.runtime.engine.parallel.messages import (
     encoded,
 )
 from lowbit.runtime.engine.plan import CHUNK
-from lowbit.runtime.models.loader import OpenedModel, open_model
+from lowbit.runtime.models.loader import OpenedModel, open_model, with_activations
 from lowbit.runtime.models.ranks import load_rank, load_rank_on_gpu, unsaid
 from lowbit.runtime.models.shards import shard_of
 from lowbit.runtime.models.shared_decoder import FollowedDecoder
@@ -161,7 +161,7 @@ def _shard(setup: Setup) -> OpenedModel:
     options = setup.options
     rule: ScaleRule = "absmax" if options.method == "absmax" else "signed"
     opened = open_model(setup.folder, options.quantize, options.group_size, rule)
-    return shard_of(opened, setup.share)
+    return shard_of(with_activations(opened, options.activations), setup.share)
 
 
 def _report(link: Connection, error: Exception) -> int:

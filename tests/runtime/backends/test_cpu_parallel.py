@@ -4,8 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.formats.layout.packing import pack
-from lowbit.runtime.backends.cpu_linear import CpuLinear, Int8Rows, Planes, prepare
+from lowbit.formats.activations import grouped_product_ref, quantize_activations
+from lowbit.formats.layout.packing import pack, unpack
+from lowbit.runtime.backends.cpu_linear import (
+    CpuLinear,
+    Int8Rows,
+    Planes,
+    WatchedLinear,
+    linear,
+    prepare,
+)
 from lowbit.runtime.backends.cpu_parallel import RankOps, rank_form
 from lowbit.runtime.backends.exchange import Exchange
 from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
@@ -99,9 +107,46 @@ def test_forms_of_partial_sums_are_those_of_a_single_rank() -> None:
     ]
 
 
-def test_inputs_in_eight_bits_have_no_partial_sums() -> None:
-    form = prepare(packed(4, 32, 1), torch.bfloat16, "int8")
-    with pytest.raises(TypeError, match="GroupedCodes has no partial sums"):
+@pytest.mark.parametrize("group", [32, 128])
+def test_inputs_in_eight_bits_have_the_codes_of_one_process(group: int) -> None:
+    """The sums of both halves' groups in FP32, then the residual, then one rounding."""
+    halves = [packed(4, group, seed) for seed in (1, 2)]
+    x, residual = inputs(70), inputs(70)[:, :N]
+    own = x.split(K // 2, dim=1)
+
+    def run(exchange: Exchange) -> list[Tensor]:
+        rank = exchange.share.rank
+        made = prepare(halves[rank], torch.bfloat16, "int8")
+        form, ops = rank_form(DOWN, made, exchange.share, ROWS), RankOps(exchange)
+        y = ops.product(own[rank], form, added=residual)
+        tokens = zip(own[rank].split(1), residual.split(1), strict=True)
+        alone = [ops.product(token, form, added=added) for token, added in tokens]
+        return [y, torch.cat(alone), ops.product(own[rank].float(), form)]
+
+    rounded = [quantize_activations(each, group) for each in (x, *own)]
+    assert torch.equal(rounded[0][0], torch.cat((rounded[1][0], rounded[2][0]), 1))
+    assert torch.equal(rounded[0][1], torch.cat((rounded[1][1], rounded[2][1]), 1))
+    sums = [
+        grouped_product_ref(q, s, unpack(w.codes, w.bits, w.K), w.scales)
+        for (q, s), w in zip(rounded[1:], halves, strict=True)
+    ]
+    total = sums[0] + sums[1]
+    for y, alone, wide in on_each_rank(2, run):
+        assert torch.equal(y, (residual + total).bfloat16())
+        assert torch.equal(alone, y)
+        assert torch.equal(wide, total)
+    together = PackedLinear(
+        torch.cat([half.codes for half in halves], 1),
+        torch.cat([half.scales for half in halves], 1), 4, group,
+    )  # fmt: skip
+    of_one = linear(x, prepare(together, torch.bfloat16, "int8"))
+    # Terms are rounded to multiples by the bounds of a part, or of the whole.
+    torch.testing.assert_close(total, of_one, atol=5e-5 * float(of_one.abs().max()), rtol=0)
+
+
+def test_weights_that_are_read_at_each_use_have_no_partial_sums() -> None:
+    form = WatchedLinear(lambda: torch.empty(N, K), (DOWN,), {})
+    with pytest.raises(TypeError, match="WatchedLinear has no partial sums"):
         rank_form(DOWN, form, ALONE, ROWS)
 
 

@@ -48,10 +48,6 @@ BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
             "`speculate` auto does not work with `tensor_parallel` yet",
         ),
         (
-            {"tensor_parallel": 2, "activations": "int8"},
-            "`activations` int8 does not work with `tensor_parallel` yet",
-        ),
-        (
             {"tensor_parallel": 2, "quantize": "int4", "method": "weighted"},
             "`method` weighted does not work with `tensor_parallel` yet",
         ),

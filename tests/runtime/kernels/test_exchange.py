@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.runtime.backends import cuda
+from lowbit.runtime.backends.cuda_parallel import RankOps, by_rows
 from lowbit.runtime.kernels import exchange, exchange_wide
 from lowbit.runtime.kernels.exchange import (
     BLOCK,
@@ -23,12 +25,14 @@ from lowbit.runtime.kernels.exchange import (
 )
 from lowbit.runtime.kernels.launch.device import card_of
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
-from lowbit.runtime.kernels.linear import gemv
+from lowbit.runtime.kernels.linear import gemv, gemv_int8, mma_int8, quantize
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.ptx.peers import MOST_PUSHED, Peers
-from lowbit.runtime.weights.share import Share
+from lowbit.runtime.weights.linear import PackedLinear
+from lowbit.runtime.weights.share import PartialLinear, Share
 from tests.runtime.kernels.emulated_peers import PeerMemory
 from tests.runtime.kernels.emulator import run_kernel
+from tests.runtime.kernels.linear.test_gemv_int8 import product
 
 T = TypeVar("T")
 PROGRAMS = 2
@@ -45,7 +49,7 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         run_kernel(*arguments, peers=here.memory, **named)
 
     monkeypatch.setattr(exchange, "run", run)
-    for module in (gemv, exchange_wide):
+    for module in (gemv, gemv_int8, mma_int8, quantize, exchange_wide):
         monkeypatch.setattr(module, "run", run)
     monkeypatch.setattr(exchange_wide, "PROGRAMS", PROGRAMS)
     monkeypatch.setattr(exchange, "PROGRAMS", PROGRAMS)
@@ -214,6 +218,31 @@ def test_sums_of_many_tokens(ranks: int) -> None:
         return same
 
     assert on_ranks(ranks, work) == [[True] * 4 * len(shapes)] * ranks
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run there")
+def test_a_token_in_eight_bits_has_its_bits_in_any_company(
+    make_packed: Callable[[int, int, int, int], PackedLinear],
+    randn: Callable[..., Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sums of the ranks' groups, the residual, one rounding: alone, among few and among many."""
+    M, N, K = 20, 48, 384
+    monkeypatch.setattr(exchange_wide, "LEAST", 9 * N)
+    halves = [make_packed(4, N, K, 128) for _ in range(2)]
+    xs, residual = [randn(M, K), randn(M, K)], randn(M, N)
+    sums = [product(x, w) for x, w in zip(xs, halves, strict=True)]
+    expected = exchange_sum_ref(sums, residual, torch.float32).bfloat16()
+
+    def work(peers: Peers) -> list[bool]:
+        form = PartialLinear(by_rows(cuda.prepare(halves[peers.share.rank], activations="int8")))
+        ops, x, same = RankOps(peers, torch.zeros(M, N)), xs[peers.share.rank], []
+        for part in (slice(1), slice(3, 4), slice(2, 7), slice(9), slice(M)):
+            y = ops.product(x[part], form, added=residual[part])
+            same.append(torch.equal(y, expected[part]))
+        return same
+
+    assert on_ranks(2, work) == [[True] * 5] * 2
 
 
 def test_widths_of_exchanges() -> None:

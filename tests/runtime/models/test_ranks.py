@@ -12,7 +12,12 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends.cpu_linear import CpuLinear
 from lowbit.runtime.backends.exchange import Exchange
 from lowbit.runtime.models.architectures import Model
-from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
+from lowbit.runtime.models.loader import (
+    OpenedModel,
+    load_decoder,
+    open_model,
+    with_activations,
+)
 from lowbit.runtime.models.ranks import load_rank
 from lowbit.runtime.models.shards import check_ranks, shard_of
 from lowbit.runtime.state.device_state import new_state
@@ -74,6 +79,17 @@ def test_ranks_in_bfloat16_differ_by_less_than_its_rounding(shorten: Shorten) ->
     exact = of_one(opened, torch.float32, some_ids())
     assert torch.equal(*ranks)
     assert (ranks[0] - alone).norm() < (alone - exact).norm()
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3.5", "tiny-qwen3.5-moe"])
+def test_ranks_with_inputs_in_eight_bits(name: str, shorten: Shorten) -> None:
+    """A code that rounds the other way changes as much as any rounding of inputs does."""
+    exact = open_model(shorten(name), "int4", 64, "absmax")
+    opened = with_activations(exact, "int8")
+    alone, ranks = compare(opened, 2, torch.float32)
+    rounding = (alone - of_one(exact, torch.float32, some_ids())).norm()
+    assert torch.equal(*ranks)
+    assert (ranks[0] - alone).norm() < rounding
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -5,10 +5,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
+from typing import Any
 
 import pytest
 import torch
 
+from lowbit.formats.activation_modes import Activations
 from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.formats.kv_cache import FP32_CACHE
 from lowbit.runtime.backends.exchange import GlooExchange, PartedError, meet
@@ -24,12 +26,13 @@ from lowbit.runtime.engine.parallel.messages import (
     decoded,
     encoded,
 )
-from lowbit.runtime.models.loader import load_decoder, open_model
+from lowbit.runtime.models.loader import load_decoder, open_model, with_activations
 from lowbit.runtime.models.ranks import load_rank
 from lowbit.runtime.models.shards import shard_of
 from lowbit.runtime.models.shared_decoder import RunHead, RunPass, portable
 from lowbit.runtime.state.device_state import CacheSize, new_state
 from lowbit.runtime.state.step_buffers import lone_step
+from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
 from lowbit.runtime.weights.share import Share
 from tests.runtime.conftest import PackedModel
 
@@ -40,11 +43,13 @@ CACHE = CacheSize(context=64, sequences=2, pages=4, snapshots=0)
 class FirstRank:
     """The other end of a follower's socket."""
 
-    def __init__(self, folder: Path, store: Path, threads: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, folder: Path, store: Path, threads: ThreadPoolExecutor, options: LoadOptions
+    ) -> None:
         ours, theirs = (Connection(end.detach()) for end in socketpair())
         self.link, self.ended = ours, threads.submit(self._follow, theirs)
         sizes = torch.float32, CACHE, FP32_CACHE, 1
-        self.send(Setup(folder, LoadOptions(), Share(1, 2), store, *sizes))
+        self.send(Setup(folder, options, Share(1, 2), store, *sizes))
 
     @staticmethod
     def _follow(link: Connection) -> None:
@@ -67,9 +72,12 @@ def first(
     with ThreadPoolExecutor(1) as threads:
         made: list[FirstRank] = []
 
-        def start(folder: Path | None = None) -> FirstRank:
-            folder = folder or make_model(intermediate_size=128).folder
-            made.append(FirstRank(folder, tmp_path / "store", threads))
+        def start(folder: Path | None = None, **options: Any) -> FirstRank:
+            folder, given = (
+                folder or make_model(intermediate_size=128).folder,
+                LoadOptions(**options),
+            )
+            made.append(FirstRank(folder, tmp_path / "store", threads, given))
             return made[-1]
 
         yield start
@@ -97,13 +105,18 @@ def test_a_gpu_without_room_is_named() -> None:
         check_memory(setup, 5 * 10**9)
 
 
+@pytest.mark.parametrize(("mode", "near"), [("exact", 1e-4), ("int8", 1e-2)])
 def test_a_step_of_both_ranks_gives_the_logits_of_one(
-    first: Callable[..., FirstRank], make_model: Callable[..., PackedModel], tmp_path: Path
+    first: Callable[..., FirstRank],
+    make_model: Callable[..., PackedModel],
+    tmp_path: Path,
+    mode: Activations,
+    near: float,
 ) -> None:
     folder = make_model(intermediate_size=128).folder
-    rank = first(folder)
+    rank = first(folder, activations=mode)
     exchange = met(rank, tmp_path)
-    opened = open_model(folder)
+    opened = with_activations(open_model(folder), mode)
     shard = shard_of(opened, Share(0, 2))
     model = load_rank(shard, exchange, torch.float32, 64)
     assert rank.next() == Ready()
@@ -116,7 +129,7 @@ def test_a_step_of_both_ranks_gives_the_logits_of_one(
         rank.send(RunHead(hidden))
         logits = model.logits(hidden)
         expected = alone.logits(alone.hidden(ids, states[0], step))
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits, expected, atol=near, rtol=0)
     rank.link.close()
     assert isinstance(error_of(rank.ended), EOFError)
 
@@ -155,3 +168,14 @@ def test_a_folder_that_is_gone(first: Callable[..., FirstRank], tmp_path: Path) 
 def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     with pytest.raises(PartedError, match="another rank has not come"):
         meet(Share(0, 2), tmp_path / "store", 0.1, 0.1)
+
+
+@pytest.mark.parametrize("mode", ["exact", "int8"])
+def test_a_shard_has_the_inputs_of_the_options(
+    make_model: Callable[..., PackedModel], mode: Activations
+) -> None:
+    folder, sizes = make_model(intermediate_size=128).folder, (torch.float32, CACHE, FP32_CACHE, 1)
+    setup = Setup(folder, LoadOptions(activations=mode), Share(1, 2), Path(), *sizes)
+    shard = followers._shard(setup)
+    assert shard.activations == mode
+    assert shard.part_tokens("cuda") == (STEP_TOKENS if mode == "int8" else EXACT_TOKENS)
