@@ -140,7 +140,9 @@ def linked_runner(
 
     runners, shares = [], []
     for exchange, model in on_each_rank(ranks, load):
-        runners.append(new_runner(cast("Decoder", model), vocabulary, cache, dtype, "cpu"))
+        decoder, part = cast("Decoder", model), opened.part_tokens("cpu")
+        sizes = vocabulary, cache, dtype, "cpu"
+        runners.append(new_runner(decoder, *sizes, part_tokens=part))
         shares.append(partial(_share_words, exchange))
     crew = ThreadCrew([FollowedRunner(runner) for runner in runners[1:]])
     for number, (runner, share) in enumerate(zip(runners, shares, strict=True)):

@@ -112,14 +112,14 @@ def test_inputs_in_eight_bits_have_the_codes_of_one_process(group: int) -> None:
     """The sums of both halves' groups in FP32, then the residual, then one rounding."""
     halves = [packed(4, group, seed) for seed in (1, 2)]
     x, residual = inputs(70), inputs(70)[:, :N]
-    own = x.split(K // 2, dim=1)
+    own = torch.split(x, K // 2, dim=1)
 
     def run(exchange: Exchange) -> list[Tensor]:
         rank = exchange.share.rank
         made = prepare(halves[rank], torch.bfloat16, "int8")
         form, ops = rank_form(DOWN, made, exchange.share, ROWS), RankOps(exchange)
         y = ops.product(own[rank], form, added=residual)
-        tokens = zip(own[rank].split(1), residual.split(1), strict=True)
+        tokens = zip(*(torch.split(each, 1) for each in (own[rank], residual)), strict=True)
         alone = [ops.product(token, form, added=added) for token, added in tokens]
         return [y, torch.cat(alone), ops.product(own[rank].float(), form)]
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowbit.formats.activation_modes import Activations
 from lowbit.runtime import SamplingParams
 from lowbit.runtime.engine.draft.source import new_drafts
 from lowbit.runtime.engine.engine import Engine
@@ -16,8 +17,15 @@ from lowbit.runtime.engine.parallel import followed
 from lowbit.runtime.engine.parallel.followed import FollowedRunner
 from lowbit.runtime.engine.parallel.tasks import RunStep
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
+from lowbit.runtime.models.loader import (
+    OpenedModel,
+    load_decoder,
+    open_model,
+    with_activations,
+)
+from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.step import StepPlan
+from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
 from tests.runtime.conftest import QWEN3_5, PackedModel
 from tests.runtime.engine.small_engine import CONTEXT, SMALL, assert_all_free
 from tests.runtime.ranks_in_threads import linked_runner
@@ -76,6 +84,24 @@ def test_drafts_change_no_token(opened: OpenedModel) -> None:
     assert list(handle) == list(of_one(opened).generate(SHORT * 8, GREEDY, 30))
     assert handle.speculation is not None
     assert "RunStep" in crew.tasks
+
+
+@pytest.mark.parametrize("mode", ["exact", "int8"])
+def test_more_sequences_than_a_part_have_the_tokens_of_lone_ones(
+    opened: OpenedModel, mode: Activations
+) -> None:
+    """With inputs in eight bits all pass the layers and the exchanges together."""
+    opened = with_activations(opened, mode)
+    size = CacheSize(context=32, sequences=EXACT_TOKENS + 6, pages=2 * EXACT_TOKENS, snapshots=0)
+    runner, _, crew = linked_runner(opened, 2, size)
+    assert runner.part_tokens == (EXACT_TOKENS if mode == "exact" else STEP_TOKENS)
+    engine, prompts = Engine(runner), [IDS[i : i + 3] for i in range(size.sequences)]
+    handles = [engine.generate(prompt, GREEDY, 4) for prompt in prompts]
+    made = [list(handle) for handle in handles]
+    assert crew.tasks.count("RunStep") < 2 * size.sequences
+    for i in (0, 7, size.sequences - 1):
+        engine.forget()
+        assert list(engine.generate(prompts[i], GREEDY, 4)) == made[i]
 
 
 class Recorded:

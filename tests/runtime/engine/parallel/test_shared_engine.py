@@ -15,7 +15,12 @@ from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.span import ImageSpan
-from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
+from lowbit.runtime.models.loader import (
+    OpenedModel,
+    load_decoder,
+    open_model,
+    with_activations,
+)
 from tests.runtime.conftest import QWEN3_5, PackedModel
 from tests.runtime.engine.small_engine import CONTEXT, SMALL, assert_all_free
 from tests.runtime.ranks_in_threads import ThreadCrew, shared_runner
@@ -72,6 +77,22 @@ def test_an_image_and_codes_of_keys(make_model: Callable[..., PackedModel]) -> N
     runners = [one, shared_runner(opened, 2, SMALL, INT8_CACHE)[0]]
     answers = [list(Engine(runner).submit(request)) for runner in runners]
     assert answers[1] == answers[0]
+
+
+def test_inputs_in_eight_bits(opened: OpenedModel) -> None:
+    """Together, alone and with drafts; by other sums than those of one process."""
+    opened = with_activations(opened, "int8")
+    engine, _ = shared(opened)
+    alone = [list(engine.generate(prompt, GREEDY, 6)) for prompt in (SHORT * 4, OTHER)]
+    engine.forget()
+    handles = [engine.generate(prompt, GREEDY, 6) for prompt in (SHORT * 4, OTHER)]
+    assert [list(handle) for handle in handles] == alone
+    drafted, _ = shared(opened, drafts=4)
+    handle = drafted.generate(SHORT * 4, GREEDY, 6)
+    assert list(handle) == alone[0]
+    assert handle.speculation is not None
+    expected = of_one(opened).logits(OTHER)
+    assert float((engine.logits(OTHER) - expected).norm() / expected.norm()) < 0.03
 
 
 def test_drafts_change_no_token(opened: OpenedModel) -> None:
