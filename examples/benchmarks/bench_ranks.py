@@ -1,7 +1,7 @@
 """Speed of a model that several GPUs share, beside one GPU: decoding, prompts and loading.
 
 Run: python examples/benchmarks/bench_ranks.py [SIZE ...] [--ranks 1,2] [--together 1,16,64]
-    [--prompts 2048,8000] [--folder DIR]
+    [--prompts 2048,8000] [--activations exact|int8] [--folder DIR]
 A SIZE that `make_random_checkpoint` knows is written as a packed folder of random codes, in a
 temporary folder or in DIR; anything else is a folder. A line for each number of GPUs: seconds to
 load, tokens per second of so many greedy sequences after prompts of 64 tokens, milliseconds of a
@@ -22,6 +22,7 @@ import torch
 from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of, write
 
 import lowbit.runtime as lowbit
+from lowbit.formats.activation_modes import ACTIVATIONS, Activations
 from lowbit.formats.layout.recipes import Base
 from lowbit.runtime.lab.bench import GREEDY
 
@@ -69,7 +70,11 @@ def prompt_ms(model: lowbit.Model, tokens: int) -> float:
 
 
 def measured(
-    folder: Path, ranks: int, together: tuple[int, ...], prompts: tuple[int, ...]
+    folder: Path,
+    ranks: int,
+    together: tuple[int, ...],
+    prompts: tuple[int, ...],
+    activations: Activations,
 ) -> tuple[str, list[int]]:
     """A line of figures, and a greedy answer."""
     started = time.perf_counter()
@@ -82,6 +87,7 @@ def measured(
         max_sequences=most,
         cache_tokens=max(length, most * 256),
         speculate="off",
+        activations=activations,
     )
     model = lowbit.load(folder, options)
     with closing(model):
@@ -109,6 +115,7 @@ def numbers(_context: object, _option: object, text: str) -> tuple[int, ...]:
 @click.option("--together", default="1,16,64", callback=numbers, show_default=True)
 @click.option("--prompts", default="2048,8000", callback=numbers, show_default=True)
 @click.option("--recipe", default="int4", show_default=True)
+@click.option("--activations", type=click.Choice(ACTIVATIONS), default="exact", show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path), help="Where folders are written.")
 def main(
     sizes: tuple[str, ...],
@@ -116,6 +123,7 @@ def main(
     together: tuple[int, ...],
     prompts: tuple[int, ...],
     recipe: Base,
+    activations: Activations,
     folder: Path | None,
 ) -> None:
     """Time models of SIZEs on one GPU and on several."""
@@ -130,7 +138,7 @@ def main(
                 write(config_of(size), path, packed=recipe)
             first: list[int] | None = None
             for count in ranks:
-                line, answer = measured(path, count, together, prompts)
+                line, answer = measured(path, count, together, prompts, activations)
                 first = first or answer
                 pairs = zip(first, answer, strict=True)
                 same = next((at for at, (a, b) in enumerate(pairs) if a != b), NEW)
