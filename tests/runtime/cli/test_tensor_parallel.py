@@ -36,7 +36,6 @@ def test_commands_take_it(command: str) -> None:
         (("3",), "`tensor_parallel` 3: the model has 4 attention heads"),
         (("2", "--quantize", "int4", "--group-size", "256"), "which do not end where groups of"),
         (("2", "--speculate", "mtp"), "`speculate` mtp works with `tensor_parallel` on GPUs alone"),
-        (("2", "--activations", "int8"), "`activations` int8 does not work with"),
         (("2", "--quantize", "int4", "--method", "weighted"), "`method` weighted does not work"),
     ],
 )
@@ -62,8 +61,10 @@ def test_too_few_gpus_are_named(shorten: Shorten, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.commands
-def test_the_answer_is_the_same() -> None:
-    asked = (HYBRID, "Once upon a time", *OPTIONS)
+@pytest.mark.parametrize("mode", ["exact", "int8"])
+def test_the_answer_is_the_same(mode: str) -> None:
+    packed = ("--quantize", "int4", "--group-size", "64", "--activations", mode)
+    asked = (HYBRID, "Once upon a time", *OPTIONS, *(packed if mode == "int8" else ()))
     results = [run(*asked), run(*asked, "--tensor-parallel", "2", "--speculate", "ngram")]
     assert [result.exit_code for result in results] == [0, 0]
     one, two = (json.loads(result.stdout) for result in results)
