@@ -59,7 +59,8 @@ def load_rank(
     weights.check_finite()
     if shard.lone is None:
         return decoder
-    whole = Weights(shard.lone.checkpoint, shard.lone.schemes, "cpu", dtype, made)
+    own = shard.lone.checkpoint, shard.lone.schemes, "cpu", dtype, made
+    whole = Weights(*own, activations=shard.lone.activations)
     drafting: Model[RankLinear] = with_lone_head(decoder, shard.lone, whole, cpu)
     whole.check_finite()
     return drafting
@@ -104,7 +105,7 @@ def load_rank_on_gpu(
     weights.check_finite()
     if shard.lone is not None:
         own = shard.lone.checkpoint, shard.lone.schemes, "cuda", dtype, cuda.prepare
-        whole = Weights(*own, gather=cuda.gathered)
+        whole = Weights(*own, gather=cuda.gathered, activations=shard.lone.activations)
         decoder = with_lone_head(decoder, shard.lone, whole, cuda)
         whole.check_finite()
     torch.cuda.empty_cache()  # buffers of rows on their way to tiles

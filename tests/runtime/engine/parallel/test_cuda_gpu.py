@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lowbit.runtime as lowbit
-from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.errors import ResourceError
 from lowbit.runtime.backends import symmetric
 from lowbit.runtime.cli.notes import THROUGH_HOST, note_choices
 from lowbit.runtime.engine.parallel import members

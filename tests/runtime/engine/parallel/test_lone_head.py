@@ -19,7 +19,7 @@ from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
+from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model, with_activations
 from lowbit.runtime.models.lone_head import lone_head
 from lowbit.runtime.models.shards import shard_of
 from lowbit.runtime.state.device_state import CacheSize
@@ -105,6 +105,17 @@ def test_drafts_are_those_of_one_process(opened: OpenedModel, prompts: list[list
         assert handle.reused > 0
         counts.append((first, tokens, handle.speculation))
     assert counts[0] == counts[1]
+
+
+def test_inputs_in_eight_bits(opened: OpenedModel, prompts: list[list[int]]) -> None:
+    """The head rounds its inputs, too; its drafts change no token."""
+    rounded = with_activations(opened, "int8")
+    runner = linked_runner(rounded, 2, SIZE, VOCABULARY)[0]
+    mtp = runner.decoder.mtp
+    assert mtp is not None
+    assert type(mtp.fc) is type(load_decoder(rounded, "cpu", torch.float32, 64).mtp.fc)  # type: ignore[union-attr]
+    plain = Engine(linked_runner(rounded, 2, SIZE, VOCABULARY)[0])
+    assert answers(drafting(runner), prompts, GREEDY) == answers(plain, prompts, GREEDY)
 
 
 def test_pages_of_the_head_are_its_own(opened: OpenedModel) -> None:
