@@ -41,7 +41,7 @@ test-every-kernel: $(VENV)/.installed-dev  # before a release: every launch of e
 test-scripts: $(VENV)/.installed-dev  # those of examples/
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m scripts $(call marked,scripts)
 
-test-commands: $(VENV)/.installed-dev  # whole commands: chats, calibrations, reports, interruptions, extremes of every number, a peak of memory
+test-commands: $(VENV)/.installed-dev  # whole commands: chats, servers with suites of clients, calibrations, reports, interruptions, completion, extremes of every number, a peak of memory
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m "commands and not memory" $(call marked,commands)
 
 test-memory: $(VENV)/.installed-dev  # before a release: all peaks of memory

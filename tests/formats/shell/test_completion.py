@@ -19,7 +19,10 @@ LISTED = (  # so many names are listed at once, with no question and no colours
     "set bell-style none",
     "set show-all-if-ambiguous on",
 )
-pytestmark = pytest.mark.skipif(BASH is None, reason="bash is not installed")
+pytestmark = [
+    pytest.mark.commands,
+    pytest.mark.skipif(BASH is None, reason="bash is not installed"),
+]
 
 
 class Shell:

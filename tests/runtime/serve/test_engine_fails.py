@@ -267,6 +267,7 @@ def test_health_fails_while_a_step_hangs(
     until(lambda: healthy(server))
 
 
+@pytest.mark.commands
 def test_two_signals_end_a_server_that_hangs(tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text(HANGING)
     line = ("serve", str(BUNDLED), "--port", "0", "--device", "cpu")

@@ -20,6 +20,7 @@ from lowbit.runtime.kernels.launch.card import Card
 from tests.runtime.serve.conftest import BUNDLED, Running
 
 
+@pytest.mark.commands
 def test_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lowbit.runtime", "serve", str(BUNDLED), "--port", "0"]
     process = subprocess.Popen(

@@ -21,6 +21,8 @@ READ = {
 SCHEMAS = {"read": READ, "write": WRITE}
 PICTURE = "data:image/png;base64,AA=="
 
+pytestmark = pytest.mark.commands
+
 
 @pytest.fixture
 def openais(agents: Running) -> Iterator[Any]:

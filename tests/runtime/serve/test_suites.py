@@ -32,7 +32,10 @@ FORMATS = {
 IMAGES = "image-input"  # items for a model with a vision tower
 MOST = {"/v1/responses": "max_output_tokens"}  # else `max_tokens`
 
-pytestmark = pytest.mark.filterwarnings("ignore:jsonschema.RefResolver")
+pytestmark = [
+    pytest.mark.commands,
+    pytest.mark.filterwarnings("ignore:jsonschema.RefResolver"),
+]
 
 
 def short(name: str, case: Case) -> Case:
