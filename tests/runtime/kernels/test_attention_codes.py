@@ -120,19 +120,19 @@ def make_model(make_rope: Callable[[int, int], Rope], device: str) -> MakeModel:
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_one_token(make_model: MakeModel, heads: Heads) -> None:
-    for position, reach in ((0, 1), (1, 256), (63, 64), (200, 256), (255, 256), (256, 512)):
+    for position, reach in ((0, 1), (63, 64), (255, 256), (256, 512)):
         make_model(heads, [position]).check([Span(0, position, 1)], reach)
-    for position in (257, 700, 1023):
+    for position in (257, 1023):
         make_model(heads, [position]).check([Span(0, position, 1)])
 
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_tokens_of_several_sequences(make_model: MakeModel, heads: Heads) -> None:
     """Sequences of any length, some tokens of each: what they share is the launch."""
-    lengths = [0, 1, 60, 63, 128, 250, 255, 300, 600]
-    counts = [3, 1, 4, 2, 5, 7, 3, 1, 5]
+    lengths = [0, 60, 63, 250, 255, 300, 600]
+    counts = [3, 4, 2, 7, 3, 1, 5]
     model = make_model(heads, lengths)
-    spans = [Span(row, lengths[row], counts[row]) for row in (4, 8, 0, 3, 1, 7, 2, 6, 5)]
+    spans = [Span(row, lengths[row], counts[row]) for row in (3, 6, 0, 2, 5, 1, 4)]
     model.check(spans)
     model.check([span for span in spans if span.first + span.count <= 256], 256)
 
@@ -146,7 +146,7 @@ def test_same_bits_in_any_company(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, heads: Heads
 ) -> None:
     """A token alone and among others, in short and long launches, and with all splits in one."""
-    lengths = [0, 7, 64, 200, 255, 256, 257, 500, 1023]
+    lengths = [0, 64, 200, 255, 256, 257, 1023]
     model = make_model(heads, lengths)
     spans = [Span(row, length, 1) for row, length in enumerate(lengths)]
     given = model.given(len(lengths))

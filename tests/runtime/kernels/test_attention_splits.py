@@ -26,7 +26,7 @@ from tests.runtime.kernels.paged import clone, random_pages, step_of
 
 EPS = 1e-6
 CONTEXT = 1024
-LENGTHS = [300, 257, 1000, 100, 1023, 0, 513]
+LENGTHS = [257, 100, 1023, 0, 513]
 
 
 @pytest.fixture(autouse=True)
@@ -77,10 +77,13 @@ def test_one_program_joins_all_splits(
     assert apart.splits > 1
     assert not apart.joined
     assert joined.joined
-    launches = [apart, replace(joined, warps=None), replace(joined, warps=NARROW)]
-    if D < 256:  # rows of whole heads
-        launches += [replace(joined, warps=NARROW, ring=ring) for ring in (2, 3)]
-        launches.append(replace(apart, ring=3))
+    launches, narrow = [apart, replace(joined, warps=None)], replace(joined, warps=NARROW)
+    if D == 256:
+        launches.append(narrow)
+    elif Hq % 4:  # rings hold rows of whole heads; the emulator takes long
+        launches += [narrow, replace(narrow, ring=2)]
+    else:
+        launches += [replace(narrow, ring=3), replace(apart, ring=3)]
     for launch in launches:
         monkeypatch.setattr(module, "attention_launch", lambda *sizes, launch=launch: launch)
         own = clone(pages)

@@ -83,7 +83,7 @@ def product(x: Tensor, w: PackedLinear) -> Tensor:
 
 def check(x: Tensor, w: TiledLinear, expected: Tensor, **fused: Any) -> None:
     """Tokens alone, and among others, are the expected ones to the bit."""
-    for count in (1, 2, 3, 4, 7, 8, MOST):
+    for count in (1, 3, MOST) if fused else (1, 2, 3, 4, 7, MOST):
         y = gemv(x[:count], w, dtype=FP32, **fused)
         assert torch.equal(y, expected[:count]), count
     last = gemv(x[-1:], w, dtype=FP32, **fused)
@@ -219,7 +219,8 @@ def test_a_token_has_its_bits_in_any_step_and_prompt(
 ) -> None:
     case, most, fused = promise.case, promise.prompt, promise.fused
     x = (randn(most, case.K) * torch.logspace(-2, 2, most).to(randn(1))[:, None]).bfloat16()
-    x[max(1, most // 16) * 5, 3] = torch.inf
+    step = max(1, most // 8)
+    x[step * 5, 3] = torch.inf
     tiled = cuda.prepare(made(case, make_packed), "paired" in fused, activations="int8")
     assert isinstance(tiled, TiledLinear)
     norm = (1 + 0.3 * randn(case.K)).float() if "norm" in fused else None
@@ -236,7 +237,7 @@ def test_a_token_has_its_bits_in_any_step_and_prompt(
             return mma_int8.mma_int8(x[tokens], tiled, **given)
         return cuda.product(x[tokens], tiled, swiglu=tiled.paired, **given)
 
-    some = range(0, most, max(1, most // 16))
+    some = range(0, most, step)
     alone = {i: compute("chosen", slice(i, i + 1))[0] for i in some}
     assert any(bool(row.isnan().all()) for row in alone.values())
     sizes = ((0, 2), (0, 8), (0, 9), (0, 65), (0, 256), (most // 3, most))
