@@ -114,8 +114,14 @@ def test_quality_of_every_linear(tiny_int4: Conversion) -> None:
         assert row.cosine > 0.99
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [
+        *((recipe, torch.bfloat16) for recipe in RECIPES),
+        *zip(RECIPES, [torch.float16, torch.float32] * len(RECIPES), strict=False),
+    ],
+    ids=str,
+)
 def test_every_tensor(
     tmp_path: Path, make_model: MakeModel, recipe: str, dtype: torch.dtype
 ) -> None:

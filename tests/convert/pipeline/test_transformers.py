@@ -53,13 +53,15 @@ MTP = (Override("mtp.*", 8),)
 QWEN3_5 = {
     "int4": Recipe(),
     "mixed-tied": Recipe("int8", head="bf16", overrides=(Override("*.mlp.*", 4),)),
-    "mtp": Recipe(overrides=(*MTP, Override("mtp.*.mlp.*", 4))),
     "absmax": Recipe("int8", 64, method=ABSMAX, overrides=(Override("*.mlp.*", 4),)),
     "positive-mtp-as-stored": Recipe(positive_scales=True, head="int4", mtp="bf16"),
     "rows": Recipe("int8", group_size=None, overrides=(Override("*.mlp.*", 4),)),
     "no-vision-no-mtp": Recipe(drop_vision=True, mtp="drop"),
     "layers-differ": Recipe(
-        overrides=(Override("*.layers.0.mlp.*", 8), Override("*.layers.1.*.o_proj", 16), *MTP)
+        overrides=(
+            *(Override("*.layers.0.mlp.*", 8), Override("*.layers.1.*.o_proj", 16)),
+            *(*MTP, Override("mtp.*.mlp.*", 4)),
+        )
     ),
 }
 

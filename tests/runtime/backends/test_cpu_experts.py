@@ -94,8 +94,10 @@ def in_fp64(
 
 
 @pytest.mark.parametrize("kind", ["dense", "int4", "int8", "int8-row"])
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize(("E", "chosen", "shared"), [(40, 8, False), (5, 1, True), (3, 3, True)])
+@pytest.mark.parametrize(
+    ("E", "chosen", "shared", "normed"),
+    [(40, 8, False, True), (5, 1, True, False), (3, 3, True, True), (3, 2, False, False)],
+)
 def test_the_op_is_its_formula(kind: str, E: int, chosen: int, shared: bool, normed: bool) -> None:
     torch.manual_seed(1)
     w, norm, x = (
