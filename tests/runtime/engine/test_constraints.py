@@ -190,7 +190,7 @@ class Deaf(Residues):
 def test_an_error_ends_that_request_alone(
     model: lowbit.Model, constraint: Residues, message: str, count: int
 ) -> None:
-    others = [Request(prompt(n), HOT, 12, constraint=Residues() if n else None) for n in (0, 1)]
+    others = [Request(prompt(n), HOT, 6, constraint=Residues() if n else None) for n in (0, 1)]
     expected = [alone(model, other) for other in others]
     constraint.tokens.clear()
     engine = new_engine(model)

@@ -106,7 +106,7 @@ def test_more_requests_than_rows_wait_their_turn(model: lowbit.Model) -> None:
 
 
 def test_threads_share_the_engine(model: lowbit.Model) -> None:
-    requests = [Request(prompt(n), HOT if n % 2 else GREEDY, 8) for n in range(16)]
+    requests = [Request(prompt(n), HOT if n % 2 else GREEDY, 5) for n in range(16)]
     expected = [alone(model, request) for request in requests]
     found: dict[int, Ids] = {}
     failed: list[BaseException] = []
