@@ -224,8 +224,9 @@ def _exchange_wide_kernel(
 
 
 def takes_wide(partial: Tensor, peers: Peers, dtype: torch.dtype) -> bool:
-    """True if `exchange_wide` adds sums of this size faster than `exchange_sum`."""
-    return dtype == torch.bfloat16 and LEAST <= partial.numel() <= peers.wide_values
+    """True if `exchange_wide` adds sums of this size, and faster than `exchange_sum`."""
+    fits = LEAST <= partial.numel() <= peers.wide_values and partial.shape[1] % 4 == 0
+    return dtype == torch.bfloat16 and fits
 
 
 def exchange_wide(partial: Tensor, added: Tensor | None, peers: Peers) -> Tensor:

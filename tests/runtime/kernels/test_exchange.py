@@ -251,11 +251,12 @@ def test_widths_of_exchanges() -> None:
 
     def work(peers: Peers) -> list[bool]:
         peers = replace(peers, wide_values=2 * least)
-        counts, dtypes = (least - 4, least, 2 * least, 2 * least + 4), (torch.bfloat16, torch.half)
+        counts = (least - 4, least, 2 * least, 2 * least + 4, least + 2)
+        dtypes = torch.bfloat16, torch.half
         found = [exchange_wide.takes_wide(torch.empty(1, n), peers, dtypes[0]) for n in counts]
         return [*found, exchange_wide.takes_wide(torch.empty(1, least), peers, dtypes[1])]
 
-    assert on_ranks(2, work) == [[False, True, True, False, False]] * 2
+    assert on_ranks(2, work) == [[False, True, True, False, False, False]] * 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run there")
