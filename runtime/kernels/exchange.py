@@ -13,12 +13,13 @@ Plan    a program pushes a block of its rank's words to all peers, each word wit
         store, so that no fence is needed. A program that has more blocks takes them in turn. The
         numbers of a program count its blocks, from one launch to the next, in memory of the device:
         so a recorded launch can be replayed. Blocks take the two halves of the buffer in turn. A
-        half can be written again: who does so has got the words of the block in between, so all
-        have read those before. All ranks make the same launches in the same order
+        half can be written again: who does so has got words of the block in between, which a
+        program pushes once all its lanes have read those before. All ranks make the same launches
+        in the same order
 Pushed  a product that pushes reads its number behind its wait, and lets the exchange start only
         then: so the one before has counted itself. The exchange waits for words of all ranks, its
-        own too, and for the end of the product only before its own end: it neither waits for the
-        last program of the product, nor reads its result
+        own too, and for the end of the product only before it counts itself: it neither waits for
+        the last program of the product, which may not have its number yet, nor reads its result
 Sums    neighbors are added, then pairs of them, on every rank; then what is added, in FP32, before
         the one rounding. So all ranks have the same bits
 """
@@ -97,8 +98,7 @@ def _begin(counters_ptr, count, PLAN: gl.constexpr):
 
 @gluon.jit
 def _end(counters_ptr, place, number):
-    """Keep the number of the last block, once all lanes have read the first one's."""
-    barrier()
+    """Keep the number of the last block, behind a barrier: all lanes have read the first one's."""
     gl.store(counters_ptr + (gl.program_id(0) + place), number, mask=place == 0)
 
 
@@ -166,6 +166,7 @@ def _exchange_sum_kernel(
             if added_ptr is not None:
                 y += gl.load(added_ptr + (first + here), mask=inside, other=0.0).to(gl.float32)
             gl.store(y_ptr + (first + here), y.to(y_ptr.dtype.element_ty), mask=inside)
+        barrier()  # no warp pushes on while another looks for words of this block
     _end(counters_ptr, place, before + blocks)
 
 
@@ -191,9 +192,10 @@ def _sum_pushed_kernel(
         parts = parts + ((await_word(own + at, number, aborted, inside),),)
     y = tree_sum(parts, 1)[0] + added
     gl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
-    _end(numbers_ptr, thread, number)
+    barrier()
     if PLAN.PDL:
-        gdc_wait()
+        gdc_wait()  # every program of the product has read its number
+    _end(numbers_ptr, thread, number)
 
 
 @gluon.jit(do_not_specialize=["count", "width", "N"])
@@ -229,6 +231,7 @@ def _exchange_columns_kernel(
                 at = row * N + (column + PLAN.STARTS[rank])
                 stored = inside & (column < PLAN.WIDTHS[rank])
                 gl.store(y_ptr + at, as_float(words[rank]), mask=stored)
+        barrier()  # no warp pushes on while another looks for words of this block
     _end(counters_ptr, place, before + blocks)
 
 
@@ -257,6 +260,7 @@ def _exchange_first_kernel(
             at = (first + here) // width * stride + (first + here) % width
             words = _words(own_ptr, aborted_ptr, own[i], number, here, inside, PLAN)
             gl.store(words_ptr + at, words[0], mask=inside)
+        barrier()  # no warp pushes on while another looks for words of this block
     _end(counters_ptr, place, before + blocks)
 
 

@@ -30,6 +30,7 @@ from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.ptx.peers import MOST_PUSHED, Peers
 from lowbit.runtime.weights.linear import PackedLinear
 from lowbit.runtime.weights.share import PartialLinear, Share
+from tests.runtime.kernels import emulator
 from tests.runtime.kernels.emulated_peers import PeerMemory
 from tests.runtime.kernels.emulator import run_kernel
 from tests.runtime.kernels.linear.test_gemv_int8 import product
@@ -190,6 +191,67 @@ def test_products_push_their_sums(
         return same
 
     assert on_ranks(ranks, work) == [[True] * 8] * ranks
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run there")
+def test_a_sum_counts_itself_behind_the_end_of_the_product(
+    make_tiled: Callable[..., TiledLinear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program of the product that is late still finds the number that the first ones have."""
+    w, x, added = make_tiled(4, 64, 256, 128), torch.ones(1, 256).bfloat16(), torch.zeros(1, 64)
+    value = emulator.Emulation.value
+
+    def noticed(self: emulator.Emulation, name: str, given: Any) -> Any:
+        return here.wait if name == "gdc_wait" else value(self, name, given)
+
+    monkeypatch.setattr(emulator.Emulation, "value", noticed)
+    monkeypatch.setattr(exchange, "programmatic_launch", lambda y: True)
+
+    def work(peers: Peers) -> list[int]:
+        counts: list[int] = []
+        here.wait = lambda: counts.append(int(peers.numbers[0]))
+        for _ in range(2):
+            gemv.gemv_pushed(x, w, peers)
+            sum_pushed(torch.empty(1, 64), added, peers)
+        return [*counts, int(peers.numbers[0])]
+
+    assert on_ranks(2, work) == [[0, 1, 2]] * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run there")
+def test_warps_of_a_program_wait_for_each_other_between_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else one that is late would find words of two blocks later in the place of its own."""
+    leaves = emulator.leaves
+
+    def noted(memory: Any, programs: int) -> dict[str, Callable[..., Any]]:
+        found = leaves(memory, programs)
+
+        def named(name: str) -> Callable[..., Any]:
+            def call(*given: Any) -> Any:
+                here.calls += [name] if here.calls[-1:] != [name] else []
+                return found[name](*given)
+
+            return call
+
+        return found | {name: named(name) for name in ("push_word", "await_word", "barrier")}
+
+    monkeypatch.setattr(emulator, "leaves", noted)
+
+    def work(peers: Peers) -> list[list[str]]:
+        part, each = torch.ones(1, 2 * PROGRAMS * BLOCK), []
+        for launch in (
+            lambda: exchange_sum(part, None, peers, torch.float32),
+            lambda: exchange_columns(part, (part.numel(),) * 2, peers),
+            lambda: exchange_first(part.view(torch.int32), peers),
+        ):
+            here.calls = []
+            launch()
+            each.append(here.calls)
+        return each
+
+    assert on_ranks(2, work) == [[["push_word", "await_word", "barrier"] * 2] * 3] * 2
 
 
 def test_products_that_push(make_tiled: Callable[..., TiledLinear]) -> None:
