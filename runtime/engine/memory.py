@@ -115,9 +115,11 @@ class Account:
         """Memory on a GPU of a sequence's keys and values of a layer, widened for its prompt."""
         if not self.cache_type.scaled:
             return 0
-        config, plain = self.opened.config, plain_cache(self.dtype)
-        pages = kv_pages(config, pages_for(size.context), plain, "meta")
-        return pages.size_bytes // max(1, config.kv_layers)
+        lone, plain, count = self.opened.lone, plain_cache(self.dtype), pages_for(size.context)
+        if lone is not None:  # whose layer has the heads of all ranks
+            return head_pages(lone.config, count, plain, "meta").size_bytes
+        config = self.opened.config
+        return kv_pages(config, count, plain, "meta").size_bytes // max(1, config.kv_layers)
 
     def drafter_bytes(self) -> int:
         """Memory on a GPU of outputs of a chunk that a drafter reads, apart and side by side."""
@@ -139,8 +141,11 @@ class Account:
         return weights + workspace + self.row_bytes(size) + self.page_bytes(pages)
 
     def snapshots_that_fit(self, size: CacheSize, free: int) -> int:
-        """Snapshots in what a CPU has left beside a cache, or in memory of a GPU's host."""
-        each = state_bytes(self.opened.config, self.dtype.itemsize)
+        """Snapshots in what a CPU has left beside a cache, or in memory of a GPU's host.
+
+        All ranks keep their parts of them there.
+        """
+        each = state_bytes(self.opened.config, self.dtype.itemsize) * self.ranks  # of one host
         if self.device != "cpu":
             return snapshots_for(size.pages, each, free_bytes("cpu"))
         left = int(free / HEADROOM) - self.needed(size, size.all_pages)

@@ -115,6 +115,21 @@ def test_snapshots_get_a_share_of_the_memory_that_the_host_has_left(
     assert chosen("cuda", {"cuda": 10**12, "cpu": 10**12}, dense) == 0
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_snapshots_of_all_ranks_lie_in_one_host(
+    make_qwen3_5: "Callable[..., PackedModel]", monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Each keeps a part of every snapshot, and together they take what a lone process may."""
+    opened = open_model(make_qwen3_5(max_position_embeddings=100_000).folder)
+    shard, most = shard_of(opened, Share(0, 2)), 60 * state_bytes(opened.config, 2)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10**12)
+    monkeypatch.setattr(memory, "SNAPSHOT_BYTES", most)
+    two = replace(account(shard, device), ranks=2)
+    count = memory.choose_cache(two, LoadOptions(context=4096, max_sequences=2)).snapshots
+    part = state_bytes(shard.config, 2)
+    assert most - 2 * part < 2 * part * count <= most
+
+
 def test_a_model_of_linear_layers_alone_takes_any_context(
     make_qwen3_5: "Callable[..., PackedModel]",
 ) -> None:

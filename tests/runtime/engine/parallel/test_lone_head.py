@@ -9,7 +9,7 @@ import torch
 
 from lowbit.formats.architectures import part_of
 from lowbit.formats.errors import RequestError
-from lowbit.formats.kv_cache import BF16_CACHE
+from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
 from lowbit.runtime import SamplingParams, load
 from lowbit.runtime.engine import memory
 from lowbit.runtime.engine.draft.source import new_drafts
@@ -162,6 +162,16 @@ def test_memory_of_the_head_is_counted(opened: OpenedModel) -> None:
     assert with_it.needed(SIZE, 4) > without.needed(SIZE, 4) + lone.weight_bytes(
         "cuda", torch.bfloat16
     )
+
+
+def test_widened_keys_of_the_head_are_those_of_all_ranks(opened: OpenedModel) -> None:
+    """The head reads a prompt, too, and its layer has more key heads than a rank's."""
+    accounts = [
+        Account(each, "cuda", torch.bfloat16, INT8_CACHE, VOCABULARY)
+        for each in (opened, shard_of(opened, Share(0, 2)), shard_of(opened, Share(1, 2)))
+    ]
+    whole, first, other = (each.widened_bytes(SIZE) for each in accounts)
+    assert first == whole > other
 
 
 def test_a_cache_that_stays_as_large_leaves_the_head(
