@@ -148,7 +148,7 @@ def _problems(opened: OpenedModel, ranks: int) -> Iterator[str]:
     for count, what, repeated in _units(config):
         if count % ranks and not (repeated and ranks % count == 0):
             yield f"the model has {count} {what}, which cannot be shared out evenly"
-    for spec in opened.specs:
+    for spec in without_head(opened).specs:
         scheme = opened.schemes.get(spec.module)
         if scheme is None or not spec.module.endswith(PARTIAL_ENDS):
             continue

@@ -10,6 +10,7 @@ import torch
 from lowbit.formats.architectures import part_of
 from lowbit.formats.errors import RequestError
 from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import SamplingParams, load
 from lowbit.runtime.engine import memory
 from lowbit.runtime.engine.draft.source import new_drafts
@@ -21,7 +22,7 @@ from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model, with_activations
 from lowbit.runtime.models.lone_head import lone_head
-from lowbit.runtime.models.shards import shard_of
+from lowbit.runtime.models.shards import check_ranks, shard_of
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.weights.share import Share
 from tests.runtime.engine.small_engine import assert_all_free
@@ -197,3 +198,32 @@ def test_heads_that_are_tied_or_have_rows_of_their_own(opened: OpenedModel) -> N
     names = {spec.module for spec in lone_head(opened).specs}
     tied = opened.config.tie_word_embeddings
     assert ("lm_head" in names) is not tied
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_heads_of_experts(make_experts: Any, tied: bool) -> None:
+    """The first rank has its experts whole, beside a part of each of the model's."""
+    sizes = {"moe_intermediate_size": 64, "tie_word_embeddings": tied}
+    packed = make_experts(True, mtp_num_hidden_layers=1, **sizes)
+    opened = open_model(packed.folder, head=True)
+    decoder = load_decoder(opened, "cpu", torch.float32, SIZE.context)
+    one = drafting(new_runner(decoder, 261, SIZE, torch.float32, "cpu"))
+    two = drafting(linked_runner(opened, 2, SIZE)[0])
+    counts = []
+    for engine in (one, two):
+        handles = [engine.generate([*range(n)], GREEDY, COUNT) for n in (5, 33)]
+        counts.append([(list(handle), handle.speculation) for handle in handles])
+    assert counts[0] == counts[1]
+    assert all(speculated is not None for _, speculated in counts[1])
+
+
+def test_groups_of_the_head_need_not_fit_ranks(make_qwen3_5: Any) -> None:
+    """It is not shared out; those of the model's linears must."""
+
+    def schemes(wide: str) -> Any:
+        return lambda role: Scheme(8, 64 if role == wide else 32)
+
+    sizes = {"mtp_num_hidden_layers": 1, "intermediate_size": 64}
+    check_ranks(open_model(make_qwen3_5(schemes("mtp"), **sizes).folder, head=True), 2)
+    with pytest.raises(RequestError, match=r"32 columns of .* groups of 64"):
+        check_ranks(open_model(make_qwen3_5(schemes("mlp"), **sizes).folder, head=True), 2)
