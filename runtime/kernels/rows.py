@@ -38,7 +38,7 @@ def _embed_kernel(ids_ptr, table_ptr, out_ptr, h, BLOCK: tl.constexpr, PDL: tl.c
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
-        gdc_wait()  # first: attention behind it reads positions that other GPUs give before it waits
+        gdc_wait()  # first: before its own wait attention reads positions that other GPUs give
         gdc_launch_dependents()
     row = tl.load(ids_ptr + token).to(tl.int64)
     x = tl.load(table_ptr + row * h + offs, mask=offs < h)
@@ -54,7 +54,7 @@ def _embed_packed_kernel(
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
-        gdc_wait()  # first: attention behind it reads positions that other GPUs give before it waits
+        gdc_wait()  # first: before its own wait attention reads positions that other GPUs give
         gdc_launch_dependents()
     row = tl.load(ids_ptr + token).to(tl.int64)
     code = tl.load(codes_ptr + row * h + offs, mask=offs < h, other=128).to(tl.int32) - 128

@@ -123,7 +123,7 @@ def decoder(mtp: bool) -> Any:
             accept=nothing,
             embed=lambda ids, table: torch.empty(len(ids), H, device=META),
         ),
-        mtp=SimpleNamespace(hidden=hidden, output=output) if mtp else None,
+        mtp=SimpleNamespace(hidden=hidden, output=output, lone=False) if mtp else None,
     )
 
 
