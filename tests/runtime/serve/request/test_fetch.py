@@ -347,13 +347,21 @@ def test_a_name_that_is_looked_up_for_ever_keeps_its_place_alone(
     host: ImageHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing can end the system's thread: it counts until then, and nobody waits for it."""
-    may = threading.Event()
+    may, before = threading.Event(), set(threading.enumerate())
     host.replies["/a"] = reply(FILE)
 
     def resolve(name: str, port: int) -> list[str]:
         if name != "127.0.0.1":
             assert may.wait(30)
         return ["127.0.0.1"]
+
+    def ended() -> bool:
+        """As a server sees it that has these threads alone."""
+        waiting = [each for each in threading.enumerate() if each not in before]
+        assert waiting
+        with monkeypatch.context() as patched:
+            patched.setattr(threading, "enumerate", lambda: waiting)
+            return server.end_threads()
 
     monkeypatch.setattr(module, "resolve", resolve)
     one = fetcher(host, f"slow.test:{host.port}", time_s=0.1)
@@ -363,7 +371,7 @@ def test_a_name_that_is_looked_up_for_ever_keeps_its_place_alone(
             with pytest.raises(RequestError, match=r"longer than 0\.1 s"):
                 await one.fetch(host.url("/a", "slow.test"))
         assert one.places._hosts == {"slow.test": 2}
-        assert server.end_threads()  # which a hanging server would wait for
+        assert ended()  # which waits for no look-up
         assert await one.fetch(host.url("/a")) == FILE
         may.set()
         while one.places._hosts:
