@@ -355,9 +355,8 @@ def _close(
     watch: Watch | None,
 ) -> None:
     """End a crew, and the watch over it; see `_end`."""
-    if (
-        watch is not None and owner == os.getpid()
-    ):  # a fork has no such thread, but may have its lock
+    # A fork has no such thread, but may have its lock.
+    if watch is not None and owner == os.getpid():
         watch.closed.set()
     _end(members, jobs, owner)
 
