@@ -88,7 +88,7 @@ def test_a_full_queue_says_when_to_come_again(server: Running) -> None:
         assert found.json()["error"]["code"] == "queue_full"
         for connection in held:
             connection.close()
-        until(lambda: busy(small) == 0)
+        until(lambda: small.service.engine.open == 0)  # a message later than in the engine
         refused = httpx2.post(f"{small.url}/v1/completions", json={**LONG, "n": 8})
         assert refused.status_code == 400
 
