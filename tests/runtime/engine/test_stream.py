@@ -407,7 +407,8 @@ def test_a_task_that_waits_does_not_hold_the_others_up(model: lowbit.Model) -> N
         return await asyncio.gather(*map(answer, requests))
 
     assert asyncio.run(everybody()) == [alone(model, request) for request in requests]
-    assert max(late) < len(requests)  # each of the others may have run one step meanwhile
+    # Each of the others may have run a step meanwhile; to begin, as many as its prompt took turns.
+    assert max(late) < 2 * len(requests)
 
 
 def test_a_task_that_stops_waiting_loses_no_token(model: lowbit.Model) -> None:
