@@ -58,7 +58,7 @@ class Runner:
     # [R, HIDDEN_RING, h] hidden states of the last positions, see `decode_inputs`; None without an
     # MTP head
     hidden_ring: Tensor | None = None
-    # Of a head for multi-token prediction that has its own; None where they are those of the model
+    # Pages of a head for multi-token prediction that has its own; None where it uses the model's
     head_pages: KVPages | None = None
     blocks: ContextReader | None = None  # block drafter that reads every step; None without one
     crew: Crew | None = None  # the other ranks of the model; None without any

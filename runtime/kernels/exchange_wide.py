@@ -23,15 +23,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.launch.device import programmatic_launch, run
 from lowbit.runtime.kernels.linear.sums import tree_sum
-from lowbit.runtime.kernels.ptx.memory import barrier, load8, load16, store8
+from lowbit.runtime.kernels.ptx.memory import barrier, load8, load16, store8, store16
 from lowbit.runtime.kernels.ptx.mma import bf16_pair, high_half, low_half, threads
 from lowbit.runtime.kernels.ptx.peers import (
     Peers,
     await_number,
     fetch8,
     fetch16,
-    push8,
-    push16,
     push_number,
 )
 from lowbit.runtime.weights.share import Share
@@ -122,7 +120,7 @@ def _push_sums(partial, peers_ptr, first_set, own, number, count, thread, PLAN: 
                 inside = value < count
                 words = load16(partial + gl.where(inside, value, 0).to(gl.int64) * 4)
                 to = PLAN.SUMS + (row.to(gl.int64) * PLAN.BLOCK + at) * 4
-                push16(there + to, words, inside)
+                store16(there + to, words, inside)
             barrier()
             push_number(there + (PLAN.SUM_NUMBERS + row * 4), number, thread == 0)
 
@@ -164,7 +162,7 @@ def _add_own(
             store8(y + safe * 2, result, inside)
             to = PLAN.RESULTS + (block.to(gl.int64) * PLAN.BLOCK + at) * 2
             for step in gl.static_range(1, RANKS):
-                push8(gl.load(peers_ptr + (PLAN.RANK + step) % RANKS) + to, result, inside)
+                store8(gl.load(peers_ptr + (PLAN.RANK + step) % RANKS) + to, result, inside)
         barrier()
         for step in gl.static_range(1, RANKS):
             there = gl.load(peers_ptr + (PLAN.RANK + step) % RANKS)

@@ -44,7 +44,7 @@ class MtpCache:
     """Keys and values of the MTP head."""
 
     runner: Runner  # of the model
-    # Of the model; those that ranks share have none
+    # The model's; those that ranks share on a CPU have none
     head: MtpHead[CpuLinear] | MtpHead["GpuLinear"] | MtpHead["RankLinear"]
     hidden_ring: Tensor  # of the runner
     graphs: Graphs  # recorded steps that catch up

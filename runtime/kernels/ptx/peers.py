@@ -81,30 +81,10 @@ def await_word(address, number, aborted, inside):
 
 
 @gluon.jit
-def push16(address, words, inside):
-    """Store four words at an address of another GPU in lanes that are inside; see `push_number`."""
-    inline(
-        "{.reg .pred p; setp.ne.s32 p, $6, 0; "
-        "@p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;}",
-        "=r,l,r,r,r,r,r", (address,) + words + (inside.to(gl.int32),),
-    )  # fmt: skip
-
-
-@gluon.jit
-def push8(address, words, inside):
-    """Store two words at an address of another GPU, in lanes that are inside; see `push_number`."""
-    inline(
-        "{.reg .pred p; setp.ne.s32 p, $4, 0; "
-        "@p st.global.v2.b32 [$1], {$2, $3}; mov.b32 $0, 0;}",
-        "=r,l,r,r,r", (address,) + words + (inside.to(gl.int32),),
-    )  # fmt: skip
-
-
-@gluon.jit
 def push_number(address, number, inside):
     """Store a number at an address of another GPU, in lanes that are inside, for `await_number`.
 
-    Who sees it sees what this program had pushed there before its last barrier.
+    Who sees it sees what this program had stored there before its last barrier.
     """
     inline(
         "{.reg .pred p; setp.ne.s32 p, $3, 0; @p fence.acq_rel.sys; "

@@ -44,9 +44,6 @@ def leaves_of_peers(memory: Any) -> dict[str, Callable[..., Any]]:
             assert memory.pushed.wait_for(lambda: found() or gone(), PUSHED_S), "no push"
             return lanes(np.where(inside & found(), memory.load(address, 2, False)[0], INT(0)))
 
-    def push(address: Any, words: Any, inside: Any) -> None:
-        memory.store(address, words, inside, False)
-
     def push_number(address: Any, number: Any, inside: Any) -> None:
         inside = np.broadcast_to(np.asarray(inside, bool), np.shape(address))
         with memory.pushed:
@@ -67,8 +64,6 @@ def leaves_of_peers(memory: Any) -> dict[str, Callable[..., Any]]:
     return {
         "push_word": push_word,
         "await_word": await_word,
-        "push16": push,
-        "push8": push,
         "push_number": push_number,
         "await_number": await_number,
         "fetch16": fetch(4),
