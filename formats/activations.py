@@ -1,8 +1,10 @@
 """Inputs of linears as INT8: one FP32 scale for each token and group along K. The reference.
 
 In mode `int8` every packed linear but the head takes its input x [M, K] in eight bits; `exact` is
-the default. A group of x has `activation_group` elements and lies within one group of the weight;
-the last group of a row may be short. In FP32, for each token and group:
+the default. The head of a GPU takes two rows for each token, x and what its codes leave
+(`with_remainders`), whose products are added: 16 bits. A group of x has `activation_group`
+elements and lies within one group of the weight; the last group of a row may be short. In FP32,
+for each token and group:
 
     m = max(max|x|, 2^-100)
     q = rint(x * (127 / m)), halves to even
@@ -78,6 +80,22 @@ def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 def dequantize_activations(q: Tensor, s: Tensor, group: int) -> Tensor:
     """The inputs that codes stand for: `q * s`, [M, K] float32; see `quantize_activations`."""
     return q.float() * s.repeat_interleave(group, dim=1)[:, : q.shape[1]]
+
+
+def with_remainders(x: Tensor, group: int) -> Tensor:
+    """Each row of inputs and, behind it, what the row's codes leave of it: x - q * s.
+
+    The sum of the products of both is that of x but for some 2^-16 of a group's largest element.
+
+    Args:
+        x: [M, K] BF16.
+        group: elements along K that share a scale.
+
+    Returns:
+        [2 * M, K] in x's dtype.
+    """
+    left = x.float() - dequantize_activations(*quantize_activations(x, group), group)
+    return torch.stack((x, left.to(x.dtype)), dim=1).flatten(0, 1)
 
 
 def row_bounds(squares: Tensor, groups: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from make_random_checkpoint import config_of
 from torch import Tensor
 
-from lowbit.formats.activation_modes import Activations
+from lowbit.formats.activation_modes import HEAD_INPUTS, Activations, Inputs
 from lowbit.formats.architectures import kind_of, prefix_of, read_config, tensor_table
 from lowbit.formats.architectures.footprint import state_bytes
 from lowbit.formats.kv_cache import BF16_CACHE, CacheType
@@ -57,7 +57,7 @@ def bits_of(module: str, bits: int) -> int:
 
 
 def packed(
-    bits: int, N: int, K: int, paired: bool = False, activations: Activations = "exact"
+    bits: int, N: int, K: int, paired: bool = False, inputs: Inputs = "exact"
 ) -> TiledLinear:
     """Random codes, and scales that keep activations near one."""
     width = CODECS[bits]
@@ -66,8 +66,10 @@ def packed(
     scales = torch.randn(N // TILE, K // GROUP, 8, 2, device="cuda") / (2 ** (bits - 1) * K**0.5)
     scales, sizes = scales.bfloat16(), (bits, GROUP, N, K, paired)
     arrived = counters(words)
-    w = TiledLinear(words, scales, *sizes, activations=activations, arrived=arrived)
-    return replace(w, bounds=tile_bounds(w)) if activations == "int8" else w
+    if inputs == "exact":
+        return TiledLinear(words, scales, *sizes, arrived=arrived)
+    w = TiledLinear(words, scales, *sizes, activations="int8", arrived=arrived)
+    return replace(w, bounds=tile_bounds(w), remainders=inputs == "int16")
 
 
 def packed_experts(
@@ -81,12 +83,12 @@ def packed_experts(
     return TiledExperts(words, scales, bits, GROUP, N, K, paired, activations, bounds)
 
 
-def packed_on_cpu(bits: int, N: int, K: int, activations: Activations = "exact") -> CpuLinear:
+def packed_on_cpu(bits: int, N: int, K: int, inputs: Inputs = "exact") -> CpuLinear:
     """Random weights on a CPU."""
     codes = torch.randint(-(2**31), 2**31, (N, K * bits // 32)).to(torch.int32)
     scales = torch.randn(N, K // GROUP) / (2 ** (bits - 1) * K**0.5)
     w = PackedLinear(codes, scales.bfloat16(), bits, GROUP)
-    return prepare(w, torch.bfloat16, activations)
+    return prepare(w, torch.bfloat16, inputs)
 
 
 def randn(*shape: int) -> Tensor:
@@ -101,7 +103,7 @@ class RandomWeights:
     shapes: Mapping[str, tuple[int, ...]]
     bits: int
     device: str = "cuda"
-    activations: Activations = "exact"  # inputs of packed linears, heads aside
+    activations: Activations = "exact"  # inputs of packed linears; see `HEAD_INPUTS`
     schemes: Mapping[str, Scheme] = field(default_factory=dict)  # none are named: all have the same
     head_rows: int = 0  # of a drafter's heads; 0 for all
 
@@ -149,10 +151,10 @@ class RandomWeights:
         self, bits: int, N: int, K: int, paired: bool = False, head: bool = False
     ) -> GpuLinear | CpuLinear:
         """A quantized linear of the device."""
-        activations = "exact" if head else self.activations
+        inputs = HEAD_INPUTS[self.activations] if head else self.activations
         if self.device == "cpu":
-            return packed_on_cpu(bits, N, K, activations)
-        return packed(bits, N, K, paired, activations)
+            return packed_on_cpu(bits, N, K, inputs)
+        return packed(bits, N, K, paired, inputs)
 
 
 def random_engine(
@@ -173,7 +175,7 @@ def random_engine(
         sequences: decoded together.
         tokens: of the cache; None for as many as all sequences may have.
         cache_type: of keys and values.
-        activations: inputs of packed linears, the head aside.
+        activations: inputs of packed linears.
     """
     asked = "cuda", context, sequences, tokens
     return engine_of(config_of(size), bits, *asked, cache_type=cache_type, activations=activations)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.formats.activation_modes import Activations
+from lowbit.formats.activation_modes import Activations, Inputs
 from lowbit.formats.layout.packing import dequantize, unpack
 from lowbit.formats.layout.scheme import Scheme, fitting_group_size
 from lowbit.runtime.backends.cpu_int8 import (
@@ -122,15 +122,15 @@ def prepared_bytes(
 
 
 def prepare(
-    w: Linear, dtype: torch.dtype, activations: Activations = "exact"
+    w: Linear, dtype: torch.dtype, inputs: Inputs = "exact"
 ) -> Planes | Int8Rows | DenseLinear | GroupedCodes:
     """The form of a linear that is fastest here in `dtype` (bfloat16 or float32).
 
-    activations: inputs of a packed linear; a dense one takes them as they are.
+    inputs: of a packed linear; a dense one, and a head, takes them as they are.
     """
     if isinstance(w, DenseLinear):
         return DenseLinear(w.weight.to(dtype))
-    if activations == "int8":
+    if inputs == "int8":
         return grouped(w)
     if w.scales.dtype == dtype == torch.bfloat16:
         if _int8_rows_fit(w.K, w.bits, w.group_size):

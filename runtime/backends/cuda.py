@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowbit.formats.activation_modes import Activations
+from lowbit.formats.activation_modes import Inputs
+from lowbit.formats.activations import activation_group
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.backends.cuda_experts import check_experts as check_experts
 from lowbit.runtime.backends.cuda_experts import mixture
@@ -35,6 +36,7 @@ from lowbit.runtime.kernels.linear.gemm import gemm
 from lowbit.runtime.kernels.linear.gemm_int8 import gemm_int8
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_and_rows
 from lowbit.runtime.kernels.linear.mma_int8 import mma_int8
+from lowbit.runtime.kernels.linear.remainders import with_remainders
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, tiled
 from lowbit.runtime.kernels.linear.widen import widened_gemm
 from lowbit.runtime.kernels.rows import embed as embed
@@ -57,14 +59,14 @@ MOST_HEAD = 256  # what registers hold
 def prepare(
     w: Linear,
     paired: bool = False,
-    activations: Activations = "exact",
+    inputs: Inputs = "exact",
     launches: Launches | None = None,
 ) -> GpuLinear:
     """The form of a linear that the kernels read.
 
     Args:
         paired: rows of its first half meet those of the second, see `TiledLinear`.
-        activations: inputs of a packed linear; a dense one takes them as they are.
+        inputs: of a packed linear; a dense one takes them as they are.
         launches: measured on this card, for exact inputs; None for those of the tables alone.
 
     Raises:
@@ -72,8 +74,10 @@ def prepare(
     """
     if not isinstance(w, PackedLinear):
         return w
-    made = tiled(w, paired, activations)
-    if launches is None or activations != "exact":
+    made = tiled(w, paired, "exact" if inputs == "exact" else "int8")
+    if inputs == "int16":
+        return replace(made, remainders=True)
+    if launches is None or inputs != "exact":
         return made
     return replace(made, tuned=launches.of(made.size))
 
@@ -136,6 +140,10 @@ def product(
         swiglu: of gate and up; a packed weight must have been prepared as paired.
         squares: of the heads of x, whose norm takes the place of `norm`; see `gemv`.
     """
+    if isinstance(w, TiledLinear) and w.remainders:
+        if norm is None or added is not None:
+            raise ValueError("a head is given a norm and nothing to add")
+        return _head_product(x, w, norm, eps)
     dtype = torch.float32 if logits else x.dtype
     if added is not None and added.dim() == 1:
         added = added[None]
@@ -158,6 +166,18 @@ def product(
     else:
         y = dense_gemm(x if norm is None else rms_norm(x, norm, eps), w.weight, added, dtype)
     return swiglu_of(y) if swiglu else y
+
+
+def _head_product(x: Tensor, w: TiledLinear, norm: Tensor, eps: float) -> Tensor:
+    """`rms_norm(x) @ w.T` of inputs in 16 bits, for any number of tokens the same bits of each."""
+    both = with_remainders(x, activation_group(w.group_size, w.K), norm, eps)
+    variant = choose_product(w, len(both), card_of(x))
+    if variant.way == "gemv":
+        y = gemv(both, w, variant, dtype=torch.float32)
+        return y[::2] + y[1::2]
+    if variant.way == "int8":
+        return gemm_int8(both, w, variant.int8, dtype=torch.float32)
+    return mma_int8(both, w, dtype=torch.float32)
 
 
 def two_products(

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lowbit.formats.activation_modes import Activations
+from lowbit.formats.activation_modes import Inputs
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.backends.cuda_experts import mixture
 from lowbit.runtime.kernels.delta.decode import delta_decode, delta_decode_parts
@@ -43,9 +43,9 @@ RankLinear = GpuLinear | PartialLinear[GpuLinear] | HeadRows[GpuLinear]
 EXPERTS = (".experts.", ".shared_expert.")  # in names of linears of a mixture
 
 
-def prepare(w: Linear, paired: bool, activations: Activations) -> RankLinear:
+def prepare(w: Linear, paired: bool, inputs: Inputs) -> RankLinear:
     """The form of a linear that is no partial one yet; see `cuda.prepare`."""
-    return cuda.prepare(w, paired, activations)
+    return cuda.prepare(w, paired, inputs)
 
 
 def gathered(read: Callable[[int, int], RankLinear], count: int) -> Sequence[RankLinear]:

@@ -152,7 +152,7 @@ activations_option = click.option(
     show_default=DEFAULT_ACTIVATIONS,
     help="Inputs of quantized linears: exact, or int8, which rounds them to eight bits with a "
     "scale for each token and 128 of them. On an H100 or H200 products of more than 16 tokens are "
-    "faster so. The model's head stays exact.",
+    "faster so. The model's head takes 16 bits of them, on a CPU all.",
 )
 vision_option = click.option(
     "--vision-device",

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowbit.formats.activation_modes import Activations
+from lowbit.formats.activation_modes import Inputs
 from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.rtn import SEARCHED_BITS
@@ -102,6 +102,6 @@ class _WatchedWeights(Weights[WatchedLinear]):
         )
 
 
-def _never_read(w: Linear, paired: bool, activations: Activations) -> WatchedLinear:
+def _never_read(w: Linear, paired: bool, inputs: Inputs) -> WatchedLinear:
     """A tied head, whose input is not asked for."""
     return WatchedLinear(w.dequantized, (), {})

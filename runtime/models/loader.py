@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from lowbit.formats.activation_modes import Activations
+from lowbit.formats.activation_modes import Activations, Inputs
 from lowbit.formats.architectures import (
     DRAFTERS,
     Config,
@@ -415,8 +415,8 @@ def _cuda_weights(
 
 
 def _cpu_weights(opened: OpenedModel, dtype: torch.dtype) -> Weights[CpuLinear]:
-    def made(w: Linear, paired: bool, activations: Activations) -> CpuLinear:
-        return prepare(w, dtype, activations)
+    def made(w: Linear, paired: bool, inputs: Inputs) -> CpuLinear:
+        return prepare(w, dtype, inputs)
 
     return Weights(
         *(opened.checkpoint, opened.schemes, "cpu", dtype, made), activations=opened.activations

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowbit.formats.activation_modes import Activations
+from lowbit.formats.activation_modes import Inputs
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import prepare
 from lowbit.runtime.backends.cpu_parallel import RankLinear, RankOps, rank_form
@@ -43,8 +43,8 @@ def load_rank(
     """
     rows = _head_rows(shard, exchange.share.ranks)
 
-    def made(w: Linear, paired: bool, activations: Activations) -> RankLinear:
-        return prepare(w, dtype, activations)
+    def made(w: Linear, paired: bool, inputs: Inputs) -> RankLinear:
+        return prepare(w, dtype, inputs)
 
     def formed(module: str, form: RankLinear) -> RankLinear:
         progress(module)

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lowbit.formats.activation_modes import Activations
+from lowbit.formats.activation_modes import HEAD_INPUTS, Activations, Inputs
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import (
     PACKED,
@@ -63,7 +63,7 @@ class Weights(Generic[W]):
     device: str  # where the model lives
     dtype: torch.dtype  # of its dense tensors and activations
     # makes the backend's form of a linear; the flag says that its two halves are paired
-    prepare: Callable[[Linear, bool, Activations], W]
+    prepare: Callable[[Linear, bool, Inputs], W]
     # makes the linears of all experts of a layer, from a function that reads a range of them, their
     # rows below each other, and the number of experts
     gather: Gather[W] = one_by_one
@@ -111,7 +111,7 @@ class Weights(Generic[W]):
 
         paired: the rows of the first half of the modules, gates, meet those of the others, ups, one
             by one.
-        head: its outputs are logits, so that its inputs stay exact; see `head_rows`.
+        head: its outputs are logits, so that its inputs keep 16 bits; see `head_rows`.
         """
         scheme, kept = self.schemes.get(modules[0]), self.head_rows if head else None
         if scheme is None:
@@ -132,7 +132,8 @@ class Weights(Generic[W]):
             bits=bits,
             group_size=scheme.group_size or codes.shape[1] * WORD_BITS // bits,
         )
-        form = self.prepare(packed, paired, "exact" if head else self.activations)
+        inputs = HEAD_INPUTS[self.activations] if head else self.activations
+        form = self.prepare(packed, paired, inputs)
         return self.formed(modules[0], form)
 
     def stack(self, experts: Sequence[Sequence[str]], paired: bool = False) -> Sequence[W]:

@@ -73,13 +73,14 @@ class Int8GemmPlan:
     SLOT: int  # bytes of a warp's words and scales of a step
     PAIRED: bool  # whether rows are those of gate and up in turn
     NORMED: bool  # whether each token has a factor
+    SUMMED: bool  # whether two rows of x are a token; see `remainders`
     DIVIDED: bool  # whether programs divide units among themselves
     SHARED: int  # bytes of shared memory
 
 
 @cache
 def int8_gemm_plan(
-    W: Packed, X: Blocks, launch: Int8Launch, paired: bool, normed: bool
+    W: Packed, X: Blocks, launch: Int8Launch, paired: bool, normed: bool, summed: bool = False
 ) -> Int8GemmPlan:
     """Constants for a weight and blocks of tokens.
 
@@ -92,7 +93,7 @@ def int8_gemm_plan(
     return Int8GemmPlan(
         W, X, launch.warps, launch.row_groups, launch.steps, launch.chunk, launch.sets,
         shared.ring, shared.stage, launch.ahead * launch.steps, shared.slot, paired, normed,
-        launch.sharers > 1, large_size(shared.size),
+        summed, launch.sharers > 1, large_size(shared.size),
     )  # fmt: skip
 
 
@@ -233,7 +234,7 @@ def _gemm_int8_kernel(
             first_token = gl.where(last, first_token, M)  # others have stored nothing
         store_block(
             sums, added_ptr, given, out_ptr, first_token, tile, lane, M, N, stride_added, factors,
-            PLAN,
+            PLAN, PLAN.SUMMED,
         )  # fmt: skip
         done += own
         begin = begin * 0
@@ -414,12 +415,15 @@ def multiply(
     """The product of a weight and tokens that `quantize` has left in blocks; see `gemm_int8`.
 
     normed: their norm's factors are behind them.
+
+    Returns:
+        [M, N] or [M, N / 2]; where two rows are a token [M / 2, N] float32.
     """
-    plan = int8_gemm_plan(w.constants, X, launch, w.paired, normed)
+    plan = int8_gemm_plan(w.constants, X, launch, w.paired, normed, w.remainders)
     if w.bounds is None or w.arrived is None:
         raise ValueError("a weight that was not prepared for activations in eight bits")
     N = w.N // 2 if w.paired else w.N
-    y = torch.empty((M, N), dtype=dtype, device=blocks.device)
+    y = torch.empty((M // 2 if w.remainders else M, N), dtype=dtype, device=blocks.device)
     count = -(-M // X.TOKENS)
     units = -(-w.tiles * TILE // (ROWS * launch.row_groups)) * count
     programs = min(units, launch.programs * card_of(blocks).multiprocessors)

@@ -77,7 +77,7 @@ def load_added(
 @gluon.jit
 def store_block(
     acc, added_ptr, given, out_ptr, first_token, tile, lane, M, N, stride, factors,
-    PLAN: gl.constexpr,
+    PLAN: gl.constexpr, SUMMED: gl.constexpr = False,
 ):  # fmt: skip
     """Store a warp's rows of some tokens: 8 tokens and 8 rows at a time.
 
@@ -85,6 +85,7 @@ def store_block(
     given: what is added, if it has been loaded by `load_added`; else it is loaded here.
     factors: of the sums, if any: for each 8 tokens those of the lane's two. What is added is so
         with one rounding, `fma(sum, factor, added)`.
+    SUMMED: store the sums of rows 2 t and 2 t + 1 of x as that of token t, in FP32.
     """
     FACTORS: gl.constexpr = len(factors) > 0
     GIVEN: gl.constexpr = len(given) > 0
@@ -124,7 +125,11 @@ def store_block(
                 if out_ptr.dtype.element_ty == gl.float32:
                     at = first_token + (batch + i) * 8 + lane % 4 * 2
                     row = tile * (8 * HALVES) + half * 8 + lane // 4
-                    _store_floats(out_ptr, (first, second), at, row, M, N)
+                    if SUMMED:
+                        out = out_ptr + ((at // 2).to(gl.int64) * N + row)
+                        gl.store(out, first + second, mask=(at < M) & (row < N))
+                    else:
+                        _store_floats(out_ptr, (first, second), at, row, M, N)
                 else:
                     word = turned(bf16_pair(first, second))
                     inside = (token < M) & (column + half * 8 < N)

@@ -71,17 +71,19 @@ class MmaPlan:
     AHEAD: int  # steps of words on their way, which few warps need more of
     SHARED: int  # bytes of shared memory
     PDL: bool  # whether the kernel takes part in programmatic launch
+    SUMMED: bool = False  # whether two rows of x are a token; see `remainders`
 
 
 @cache
-def mma_plan(W: Packed, tokens: int, paired: bool, pdl: bool) -> MmaPlan:
+def mma_plan(W: Packed, tokens: int, paired: bool, pdl: bool, summed: bool = False) -> MmaPlan:
     """Constants of a launch for `tokens` tokens; more than MANY have the same ones."""
     block = MANY_BLOCK if tokens > MANY else max(power_of_two(tokens), LEAST_BLOCK)
     X = token_blocks(W.K, activation_group(W.G, W.K), block)
     warps, beside = (8, 2) if tokens > MANY else (4, 1)
     tiles = 2 if tokens > MANY and X.GROUP == 128 else 1  # with smaller groups registers spill
     ahead = 1 if tokens > MANY else 3 if block < MANY else 2
-    return MmaPlan(wide(W), X, paired, warps, tiles, beside, STAGES, ahead, STAGES * X.SIZE, pdl)
+    sizes = warps, tiles, beside, STAGES, ahead, STAGES * X.SIZE
+    return MmaPlan(wide(W), X, paired, *sizes, pdl, summed)
 
 
 def mma_int8(
@@ -105,15 +107,15 @@ def mma_int8(
         dtype: of the result: bfloat16, or float32, which is not rounded.
 
     Returns:
-        [M, N] or, for a paired weight, [M, N / 2].
+        [M, N], for a paired weight [M, N / 2], or where two rows are a token [M / 2, N] float32.
     """
     M, card = x.shape[0], card_of(x)
-    plan = mma_plan(w.constants, min(M, MANY + 1), w.paired, card.overlaps)
+    plan = mma_plan(w.constants, min(M, MANY + 1), w.paired, card.overlaps, w.remainders)
     codes = quantize(x, w.bits, plan.X, norm=norm, squares=squares, eps=eps)
     blocks = -(-M // plan.X.TOKENS)
     row_blocks = -(-w.tiles // (plan.WARPS // plan.BESIDE * plan.TILES))
     N = w.N // 2 if w.paired else w.N
-    y = torch.empty((M, N), dtype=dtype, device=x.device)
+    y = torch.empty((M // 2 if w.remainders else M, N), dtype=dtype, device=x.device)
     run(
         _mma_int8_kernel,
         (row_blocks * blocks,),
@@ -203,7 +205,7 @@ def _mma_int8_kernel(
             own = own + (acc[r * COUNT + i] - centres[r * COUNT + i],)
         store_block(
             own, added_ptr, (), out_ptr, first_row, first_tile + r, lane, M, N, stride, factors,
-            PLAN,
+            PLAN, PLAN.SUMMED,
         )  # fmt: skip
 
 

@@ -65,6 +65,8 @@ class TiledLinear:
     # of tokens, what they have left. None where none are shared.
     arrived: Tensor | None = None
     bounds: Tensor | None = None  # [tiles, 8, 2] float32 of `row_bounds`, for activations in int8
+    # whether a token of x is two rows in eight bits: the heads'; see `remainders`
+    remainders: bool = False
 
     @property
     def tiles(self) -> int:

@@ -66,6 +66,10 @@ def in_eight_bits(full: bool) -> Iterator[str]:
             x, w = zeros(tokens, 4096), weight(bits, 4096, 4096, G, activations="int8")
             cuda.product(x, w, added=x)
             yield f"G{G} INT{bits} B{tokens} int8"
+    for bits, tokens in [(8, 1), (8, 16), (8, 64), *([(4, 4), (4, 64)] if full else [])]:
+        head = weight(bits, VOCABULARY, 4096, activations="int16")
+        cuda.product(zeros(tokens, 4096), head, norm=zeros(4096), eps=EPS, logits=True)
+        yield f"head INT{bits} B{tokens} int16"
 
 
 def linears(

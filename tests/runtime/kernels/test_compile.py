@@ -55,6 +55,7 @@ EPS = 1e-6
 
 DECODE = {"gemv_one", "gemv_several", "dense_gemv", "recurrence", "embed", "embed_packed"}
 DECODE |= {"digits", "gemv_join", "norm_heads", "rms_norm", "gemv_int8", "mma_int8", "quantize"}
+DECODE |= {"remainders"}
 DECODE |= {"attention_whole", "attention_whole_splits", "attention_split", "attention_join"}
 DECODE |= CHOICE | BLOCKS | ROUNDS | EXPERTS_DECODE | EXCHANGE
 HOPPER = {"wgmma", "gemm_int8"}

@@ -297,7 +297,7 @@ def test_a_token_in_eight_bits_has_its_bits_in_any_company(
     expected = exchange_sum_ref(sums, residual, torch.float32).bfloat16()
 
     def work(peers: Peers) -> list[bool]:
-        form = PartialLinear(by_rows(cuda.prepare(halves[peers.share.rank], activations="int8")))
+        form = PartialLinear(by_rows(cuda.prepare(halves[peers.share.rank], inputs="int8")))
         ops, x, same = RankOps(peers, torch.zeros(M, N)), xs[peers.share.rank], []
         for part in (slice(1), slice(3, 4), slice(2, 7), slice(9), slice(M)):
             y = ops.product(x[part], form, added=residual[part])

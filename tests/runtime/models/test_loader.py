@@ -284,18 +284,18 @@ def test_activations_reach_every_packed_linear_but_heads(
         codes = torch.zeros(48, 16, dtype=torch.int32)
         ids, scale = torch.arange(48, dtype=torch.int32), torch.ones(48, 1, dtype=torch.bfloat16)
         opened = replace(opened, draft=DraftHead(ids, codes, scale, Scheme(8, 64)))
-    seen: dict[str, list[int]] = {"exact": [], "int8": [], "dense": []}
+    seen: dict[str, list[int]] = {"exact": [], "int8": [], "int16": [], "dense": []}
 
-    def recorded(w: Linear, dtype: torch.dtype, activations: str) -> Any:
-        seen[activations if isinstance(w, PackedLinear) else "dense"].append(w.N * w.K)
+    def recorded(w: Linear, dtype: torch.dtype, inputs: str) -> Any:
+        seen[inputs if isinstance(w, PackedLinear) else "dense"].append(w.N * w.K)
         return prepare(w, dtype)
 
     monkeypatch.setattr(loader, "prepare", recorded)
     load_decoder(opened, "cpu", torch.bfloat16, 16)
     inner = [spec for spec in opened.specs if spec.quantizable and spec.role != "head"]
     assert sum(seen["int8"]) == sum(math.prod(spec.shape) for spec in inner)
-    heads = [ROWS * 64, *([48 * 64] if opened.head else [])]
-    assert seen["exact"] == heads
+    assert seen["int16"] == [ROWS * 64]
+    assert seen["exact"] == ([48 * 64] if opened.head else [])
     gates = [spec for spec in opened.specs if spec.role == "delta_gate" and len(spec.shape) == 2]
     assert sum(seen["dense"]) == sum(math.prod(spec.shape) for spec in gates)
 

@@ -83,7 +83,7 @@ def test_linears_keep_the_launches_of_their_size() -> None:
     codes, scales = torch.zeros(6144, 512, dtype=torch.int32), torch.ones(6144, 32)
     w = PackedLinear(codes, scales.bfloat16(), 4, 128)
     here = partial(cuda.prepare, w, launches=FOUND)
-    made: list[Any] = [here(), here(paired=True), here(activations="int8"), cuda.prepare(w)]
+    made: list[Any] = [here(), here(paired=True), here(inputs="int8"), cuda.prepare(w)]
     assert [each.tuned for each in made] == [FOUND.linears[QKV], (), (), ()]
     assert [each.activations for each in made] == ["exact", "exact", "int8", "exact"]
 

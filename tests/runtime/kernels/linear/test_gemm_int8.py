@@ -56,7 +56,7 @@ def test_every_launch_has_the_bits_of_the_reference(
     sums = product(x, w)
     sums[2] = torch.nan
     expected = sums.bfloat16()
-    tiled = cuda.prepare(w, activations="int8")
+    tiled = cuda.prepare(w, inputs="int8")
     assert isinstance(tiled, TiledLinear)
     wide, group = case.scales == torch.float32, activation_group(case.G, case.K)
     steps = -(-case.K // STEP_K)

@@ -100,7 +100,7 @@ def test_a_product_has_the_bits_of_the_reference(
     x = (randn(MOST, case.K) * torch.logspace(-2, 2, MOST).to(randn(1))[:, None]).bfloat16()
     x[0, : case.G // 2] = 0
     expected, bias = product(x, w), randn(1, case.N)
-    tiled = cuda.prepare(w, activations="int8")
+    tiled = cuda.prepare(w, inputs="int8")
     assert isinstance(tiled, TiledLinear)
     check(x, tiled, expected)
     check(x, tiled, expected + bias, added=bias)  # which is one rounding
@@ -127,7 +127,7 @@ def test_no_launch_changes_a_bit(
 ) -> None:
     """Neither its tiles nor its steps nor its warps divide what there is."""
     w, x = make_packed(bits, 104, 1120, 32), randn(max(1, room - 1), 1120)
-    tiled = cuda.prepare(w, activations="int8")
+    tiled = cuda.prepare(w, inputs="int8")
     assert isinstance(tiled, TiledLinear)
     y = torch.full((len(x), 104), torch.nan, dtype=FP32, device=x.device)
     module.gemv_int8(x, tiled, y, launch, room, 0.0, None, None, None)
@@ -157,7 +157,7 @@ def test_norms_and_pairs(
     else:
         expected = expected + residual
         given["added"] = residual
-    tiled = cuda.prepare(w, paired=fused == "paired", activations="int8")
+    tiled = cuda.prepare(w, paired=fused == "paired", inputs="int8")
     assert isinstance(tiled, TiledLinear)
 
     def compute(tokens: slice) -> Tensor:
@@ -221,7 +221,7 @@ def test_a_token_has_its_bits_in_any_step_and_prompt(
     x = (randn(most, case.K) * torch.logspace(-2, 2, most).to(randn(1))[:, None]).bfloat16()
     step = max(1, most // 8)
     x[step * 5, 3] = torch.inf
-    tiled = cuda.prepare(made(case, make_packed), "paired" in fused, activations="int8")
+    tiled = cuda.prepare(made(case, make_packed), "paired" in fused, inputs="int8")
     assert isinstance(tiled, TiledLinear)
     norm = (1 + 0.3 * randn(case.K)).float() if "norm" in fused else None
     added = randn(most if "added" in fused else 1, case.N)
@@ -261,7 +261,7 @@ def test_partial_sums_of_many_tokens_have_the_bits_of_lone_ones(
     case, most = promise.case, min(promise.prompt, 40)
     x = (randn(most, case.K) * torch.logspace(-2, 2, most).to(randn(1))[:, None]).bfloat16()
     w = made(case, make_packed)
-    tiled = cuda.prepare(w, activations="int8")
+    tiled = cuda.prepare(w, inputs="int8")
     assert isinstance(tiled, TiledLinear)
     expected, added = product(x, w), randn(most, case.N)
     assert torch.equal(cuda.product(x, tiled, logits=True), expected)
