@@ -145,6 +145,13 @@ FASTER_ROUNDED = 16  # answers together, beyond which linears with rounded input
     is_flag=True,
     help="Load the model again if the engine's process ends; without it the server ends, too.",
 )
+@click.option(
+    "--compile-ahead/--no-compile-ahead",
+    default=True,
+    show_default=True,
+    help="Compile the kernels of all steps beside the first answers, on a GPU; without it each is "
+    "compiled when an answer needs it.",
+)
 @click.option("--log-prompts", is_flag=True, help="Write prompts and answers to the log.")
 @click.option(
     "--cors-origin",
@@ -172,7 +179,7 @@ FASTER_ROUNDED = 16  # answers together, beyond which linears with rounded input
 @speculate_options
 @reported
 @with_load_options
-def serve(*, name: str, options: "LoadOptions", **given: Any) -> None:
+def serve(*, name: str, options: "LoadOptions", compile_ahead: bool, **given: Any) -> None:
     """Serve MODEL to clients of OpenAI's and Anthropic's APIs, and a page at /.
 
     /docs describes the API. A request takes a row of the batch as soon as one is free. Ctrl-C lets
@@ -181,7 +188,7 @@ def serve(*, name: str, options: "LoadOptions", **given: Any) -> None:
     settings = _settings(name, **given)
     check_exposure(settings.host, settings.api_key, settings.no_auth)
     try:
-        _run(settings, partial(load_noted, name, options))
+        _run(settings, partial(load_noted, name, options, compile_ahead))
     except ModuleNotFoundError as error:
         raise _missing(error) from None
 
@@ -261,11 +268,18 @@ def _run(settings: ServeSettings, load: "Callable[[], Model]") -> None:
         raise LowbitError(f"the engine's process has ended: {engine.ending}", hint=hint)
 
 
-def load_noted(name: str, options: "LoadOptions") -> "Model":
-    """Load the model of a folder or Hub id in the engine's process; notes go to stderr."""
+def load_noted(name: str, options: "LoadOptions", ahead: bool = False) -> "Model":
+    """Load the model of a folder or Hub id in the engine's process; notes go to stderr.
+
+    ahead: begin to compile what its steps may need.
+    """
     model = load_model(name, options)
     note_vision(model)
     _note_rounding(model)
+    if ahead:
+        from lowbit.runtime.lab.compile_ahead import compile_ahead  # needs torch
+
+        compile_ahead(model)
     return model
 
 

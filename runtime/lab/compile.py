@@ -67,25 +67,47 @@ def compile_for(
     vocabulary = load_tokenizer(folder).vocabulary
     dtype = torch.bfloat16
     asked_cache(Account(opened, "cuda", dtype, plain_cache(dtype), vocabulary), options, 0)
-    task = {
-        "folder": str(folder.resolve()),
-        "sequences": list(sequences),
-        "multiprocessors": multiprocessors,
-        "options": {
-            "context": options.context,
-            "kv_cache": options.kv_cache,
-            "activations": options.activations,
-            "quantize": options.quantize,
-            "group_size": options.group_size,
-            "speculate": None if beside is None else "dflash",
-            "drafter": None if beside is None else str(beside),
-        },
-    }
+    task = task_of(
+        folder,
+        sequences,
+        multiprocessors,
+        context=options.context,
+        kv_cache=options.kv_cache,
+        activations=options.activations,
+        quantize=options.quantize,
+        group_size=options.group_size,
+        drafter=beside,
+    )
     workers = min(core_count(), len(capabilities))
     with ThreadPoolExecutor(max_workers=workers) as pool:
         found = [pool.submit(_compile, {**task, "capability": each}) for each in capabilities]
         for each in as_completed(found):
             yield each.result()
+
+
+def task_of(
+    folder: Path,
+    sequences: Sequence[int],
+    multiprocessors: int,
+    *,
+    drafter: Path | None,
+    **options: Any,
+) -> dict[str, Any]:
+    """The task of PROGRAM, but for the kind of GPU.
+
+    Args:
+        options: further ones of `LoadOptions`.
+    """
+    return {
+        "folder": str(folder.resolve()),
+        "sequences": list(sequences),
+        "multiprocessors": multiprocessors,
+        "options": {
+            **options,
+            "speculate": None if drafter is None else "dflash",
+            "drafter": None if drafter is None else str(drafter),
+        },
+    }
 
 
 def cache_folder() -> Path:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import logging
 import multiprocessing
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.machine.interrupts import interrupts_blocked
+from lowbit.formats.machine.parent import end_with_parent
 from lowbit.formats.machine.system import explained
 from lowbit.formats.printable import printable
 from lowbit.runtime.serve.errors import of_bug
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lowbit.serve")
 GPU_HINT = "use a smaller --context"  # where the GPU has too little memory
-DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
 @dataclass(slots=True)
@@ -130,17 +129,16 @@ async def _first(channel: Channel[FromEngine]) -> FromEngine | None:
     return None
 
 
-def _run(sock: socket.socket, load: "Callable[[], Model]", end_with_parent: bool) -> None:
-    """Load the model and serve it until the other end closes."""
+def _run(sock: socket.socket, load: "Callable[[], Model]", follows: bool) -> None:
+    """Load the model and serve it until the other end closes; follows: it ends with the parent."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the server has them too; answers may finish
         signal.signal(number, signal.SIG_IGN)
     if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # for processes of its own
-    if end_with_parent and sys.platform == "linux":  # elsewhere the end of the channel says so
-        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
-        parent = multiprocessing.parent_process()
-        if parent is not None and parent.pid != os.getppid():  # it has ended meanwhile
-            return
+    parent = multiprocessing.parent_process()
+    # Elsewhere than on Linux the end of the channel says so.
+    if follows and not end_with_parent(None if parent is None else parent.pid):
+        return
     channel: Channel[ToEngine] = Channel(sock, ToEngine)
     set_up_logs()
     ended = False
