@@ -6,12 +6,13 @@ lowbit-run bench random-1.7b-int4
 
 With `--packed int4` it is a packed one of random codes and scales, which takes seconds.
 
-Sizes: Qwen3 as `1.7B`, Qwen3.5 as `3.5-2B` (text decoder alone: no MTP head, no vision tower),
+Sizes: Qwen3 as `1.7B`, Qwen3.5 as `3.5-2B` (no MTP head; a BF16 vision tower with `--tower`),
 mixtures of experts as `30B-A3B` and `3.5-35B-A3B`; `--layers 4` writes the first layers alone.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import click
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from lowbit.formats.architectures import is_tied, tensor_table
+from lowbit.formats.architectures import is_tied, read_vision, tensor_table
 from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.architectures.vision import vision_shapes
+from lowbit.formats.image_settings import OWN_FILE
 from lowbit.formats.layout.packing import PACKED, SHAPE, packed_shapes
 from lowbit.formats.layout.quantization_config import write_quantization_config
 from lowbit.formats.layout.recipes import BITS_BY_ROLE, Base, base_schemes
@@ -48,7 +51,48 @@ HYBRID_SIZES = {
 }
 # experts, width of one, width of the shared one
 EXPERTS = {"30B-A3B": (128, 768, None), "3.5-35B-A3B": (256, 512, 512)}
+# width, width of the MLP, layers and heads of a vision tower
+TOWERS = {
+    "3.5-0.8B": (768, 3072, 12, 12),
+    "3.5-2B": (1024, 4096, 24, 16),
+    "3.5-4B": (1024, 4096, 24, 16),
+    "3.5-9B": (1152, 4304, 27, 16),
+    "3.5-27B": (1152, 4304, 27, 16),
+    "3.5-35B-A3B": (1152, 4304, 27, 16),
+}
+IMAGES = {  # as in the folders of Qwen3.5
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "processor_class": "Qwen3VLProcessor",
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+}
+VISUAL = "model.visual."
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+SEEING_SPECIALS = (
+    *SPECIALS,
+    *(f"<|{name}_{end}|>" for name in ("object_ref", "box", "quad") for end in ("start", "end")),
+    *(f"<|{name}|>" for name in ("vision_start", "vision_end", "vision_pad")),
+    *("<|image_pad|>", "<|video_pad|>"),
+)
+FIRST_SPECIAL = {"qwen3": 151643, "qwen3_5": 248044}  # id of the first special token
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string %}{{- message.content }}
+{%- else %}{%- for part in message.content %}
+{%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- elif 'text' in part %}{{- part.text }}{%- endif %}
+{%- endfor %}{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
 POOL = 1 << 26  # random numbers drawn once; every tensor takes a stretch of them
 
 
@@ -132,14 +176,48 @@ def hybrid_config_of(size: str) -> dict[str, Any]:
     }
 
 
-def tokenizer(tokens: int) -> Tokenizer:
+def seeing_config_of(size: str) -> dict[str, Any]:
+    """config.json of a Qwen3.5 with its vision tower."""
+    text = config_of(size)
+    [name], kind = text.pop("architectures"), text["model_type"]
+    text["rope_parameters"] |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    width, inner, layers, heads = TOWERS[size]
+    first = FIRST_SPECIAL["qwen3_5"]
+    return {
+        "architectures": [name.replace("CausalLM", "ConditionalGeneration")],
+        "model_type": kind.removesuffix("_text"),
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "image_token_id": first + SEEING_SPECIALS.index("<|image_pad|>"),
+        "video_token_id": first + SEEING_SPECIALS.index("<|video_pad|>"),
+        "vision_start_token_id": first + SEEING_SPECIALS.index("<|vision_start|>"),
+        "vision_end_token_id": first + SEEING_SPECIALS.index("<|vision_end|>"),
+        "text_config": text,
+        "vision_config": {
+            "model_type": kind.removesuffix("_text"),
+            "depth": layers,
+            "hidden_size": width,
+            "intermediate_size": inner,
+            "num_heads": heads,
+            "in_channels": 3,
+            "patch_size": IMAGES["patch_size"],
+            "temporal_patch_size": IMAGES["temporal_patch_size"],
+            "spatial_merge_size": IMAGES["merge_size"],
+            "out_hidden_size": text["hidden_size"],
+            "num_position_embeddings": 2304,
+            "hidden_act": "gelu_pytorch_tanh",
+            "deepstack_visual_indexes": [],
+        },
+    }
+
+
+def tokenizer(tokens: int, specials: Sequence[str] = SPECIALS) -> Tokenizer:
     """The bytes, and fillers that no text becomes, before the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*alphabet, *(f"<{number}>" for number in range(len(alphabet), tokens))]
     made = Tokenizer(models.BPE({name: id for id, name in enumerate(names)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
+    made.add_special_tokens([AddedToken(text, special=True) for text in specials])
     return made
 
 
@@ -152,14 +230,39 @@ Entry = tuple[str, torch.dtype, tuple[int, ...]]
 @click.option("--seed", default=0, show_default=True)
 @click.option("--layers", type=click.IntRange(1), help="Layers, where fewer than the real ones.")
 @click.option("--packed", type=click.Choice(list(BITS_BY_ROLE)), help="Codes of a recipe.")
-def main(size: str, out: Path, seed: int, layers: int | None, packed: Base | None) -> None:
+@click.option("--tower", is_flag=True, help="With a vision tower, in BF16; of a Qwen3.5.")
+@click.option(
+    "--tokenizer",
+    "tokens",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder whose tokenizer and template are taken; else a token is a byte.",
+)
+def main(
+    size: str,
+    out: Path,
+    seed: int,
+    layers: int | None,
+    packed: Base | None,
+    tower: bool,
+    tokens: Path | None,
+) -> None:
     """Write a random checkpoint of SIZE to the folder OUT."""
-    config = config_of(size) | ({} if layers is None else {"num_hidden_layers": layers})
-    written = write(config, out, seed, packed)
+    if tower and size not in TOWERS:
+        raise click.UsageError(f"--tower: {size} has none; {', '.join(TOWERS)} have one")
+    config = seeing_config_of(size) if tower else config_of(size)
+    if layers is not None:
+        config.get("text_config", config)["num_hidden_layers"] = layers
+    written = write(config, out, seed, packed, tokens)
     click.echo(f"{out}: {written / 1e9:.2f} GB")
 
 
-def write(config: dict[str, Any], out: Path, seed: int = 0, packed: Base | None = None) -> int:
+def write(
+    config: dict[str, Any],
+    out: Path,
+    seed: int = 0,
+    packed: Base | None = None,
+    tokens: Path | None = None,
+) -> int:
     """Write a random checkpoint of a config to a new folder; bytes of its shards.
 
     Args:
@@ -167,6 +270,7 @@ def write(config: dict[str, Any], out: Path, seed: int = 0, packed: Base | None 
         out: the folder.
         seed: of its numbers.
         packed: recipe whose codes and scales it has; None for BF16.
+        tokens: see `write_files`.
     """
     generator = torch.Generator().manual_seed(seed)
     pool = (torch.randn(POOL, generator=generator) * 0.02).to(torch.bfloat16).view(torch.uint8)
@@ -178,8 +282,12 @@ def write(config: dict[str, Any], out: Path, seed: int = 0, packed: Base | None 
         schemes = base_schemes(packed, specs)
         config = config | {"quantization_config": write_quantization_config(schemes)}
     shapes = {f"{spec.module}.{SHAPE}": spec.shape for spec in specs}
-    out.mkdir(parents=True)
-    shards = lay_out([each for spec in specs for each in entries(spec, schemes)], 4_000_000_000)
+    write_files(config, out, tokens)
+    stored = [each for spec in specs for each in entries(spec, schemes)]
+    if (vision := read_vision(config)) is not None:
+        towers = vision_shapes(vision).items()
+        stored += [(VISUAL + name, torch.bfloat16, shape) for name, shape in towers]
+    shards = lay_out(stored, 4_000_000_000)
     for shard in shards:
         with (out / shard.file).open("wb") as file:
             file.write(shard.header)
@@ -190,12 +298,36 @@ def write(config: dict[str, Any], out: Path, seed: int = 0, packed: Base | None 
                 numbers = words if info.name.endswith(PACKED) else pool
                 for part in stretches(numbers, number * 7919 * 2, info.nbytes):
                     file.write(part.numpy().data)
-    (out / "config.json").write_text(json.dumps(config, indent=2))
-    tokens = 248044 if config["model_type"].startswith("qwen3_5") else 151643
-    tokenizer(tokens).save(str(out / "tokenizer.json"))
     if len(shards) > 1:
         (out / "model.safetensors.index.json").write_text(json.dumps(index_json(shards)))
     return sum(shard.size for shard in shards)
+
+
+def write_files(config: Mapping[str, Any], out: Path, tokens: Path | None = None) -> None:
+    """Write all files of a new folder that hold no weights.
+
+    Args:
+        config: content of its config.json.
+        out: the folder.
+        tokens: folder whose tokenizer and chat template are copied; None makes up a tokenizer.
+    """
+    out.mkdir(parents=True)
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    sees = "vision_config" in config
+    if sees:
+        (out / OWN_FILE).write_text(json.dumps(IMAGES, indent=2))
+    if tokens is not None:
+        for name in TOKENIZER_FILES:
+            if (tokens / name).exists():
+                shutil.copyfile(tokens / name, out / name)
+        return
+    first = FIRST_SPECIAL["qwen3_5" if config["model_type"].startswith("qwen3_5") else "qwen3"]
+    made = tokenizer(first, SEEING_SPECIALS) if sees else tokenizer(first)
+    made.save(str(out / "tokenizer.json"))
+    if sees:
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIALS[-1]}
+        (out / "tokenizer_config.json").write_text(json.dumps(settings))
+        (out / "chat_template.jinja").write_text(TEMPLATE)
 
 
 def entries(spec: TensorSpec, schemes: Mapping[str, Scheme | None]) -> list[Entry]:
