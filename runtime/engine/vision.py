@@ -4,7 +4,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Generator, Iterator
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import LowbitError, ResourceError
-from lowbit.formats.image_settings import ImageSettings, image_settings
+from lowbit.formats.image_settings import CHANNELS, ImageSettings, image_settings
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 from lowbit.runtime.engine.image_input import ImageInput
 from lowbit.runtime.engine.memory import gigabytes
@@ -38,14 +38,14 @@ from lowbit.runtime.models.vision import (
 )
 
 log = logging.getLogger("lowbit")
-AHEAD_BYTES = 256 << 20  # of patches, or of a CPU's embeddings, that are made before their turn
-THREADS = 2  # decode pictures and cut them into patches
+AHEAD_BYTES = 256 << 20  # of pixels, or of a CPU's embeddings, that are made before their turn
+THREADS = 2  # decode pictures and resize them
 LEAST_PATCHES = 8192  # for which a GPU must have room: a screen of 1920 x 1080
 
 
 @dataclass(slots=True, eq=False)
 class CutPicture:
-    """Patches of a picture until the tower takes them, whoever else still waits for them."""
+    """A resized picture until the tower takes it, whoever else still waits for it."""
 
     patches: ImagePatches | None
 
@@ -59,8 +59,8 @@ class CutPicture:
 class Vision:
     """The tower of a model; nothing of its weights is read before the first image.
 
-    All methods belong to the engine's thread. Threads decode and cut the pictures for a tower on a
-    GPU. A tower on a CPU takes seconds for each: a thread runs it beside the engine's steps, one
+    All methods belong to the engine's thread. Threads decode and resize the pictures for a tower on
+    a GPU. A tower on a CPU takes seconds for each: a thread runs it beside the engine's steps, one
     picture after another, before the prompts that show them get room.
 
     Attributes:
@@ -114,7 +114,7 @@ class Vision:
         begun: WeakValueDictionary[bytes, PictureWork[Any]] = self._runs if on_cpu else self._cuts
         if (found := begun.get(picture.digest)) is not None:
             return found
-        own = self._embedding_bytes(picture) if on_cpu else self._patch_bytes(picture)
+        own = self._embedding_bytes(picture) if on_cpu else _pixel_bytes(picture)
         # Other threads let go of requests meanwhile, so that the dictionary itself may change.
         others = [each() for each in begun.valuerefs()]
         taken = sum(each.size_bytes for each in others if each is not None)
@@ -157,9 +157,8 @@ class Vision:
                 self._tower = self._load()
             yield from self._tower.pieces(image)
         except torch.OutOfMemoryError:
-            patches = len(image.values)
-            needed = self.opened.working_bytes(patches, self.dtype)
-            raise _image_too_large(patches, needed, self.place.device) from None
+            needed = self.opened.working_bytes(image.count, self.dtype)
+            raise _image_too_large(image.count, needed, self.place.device) from None
 
     def _patches(self, picture: Picture) -> Generator[Future[Any], None, ImagePatches]:
         """Patches of a picture, in the memory of nobody else who waits for them."""
@@ -182,10 +181,8 @@ class Vision:
         """Patches of a picture, which a thread begins to cut if nobody has asked for them."""
         work = self._cuts.get(picture.digest)
         if work is None:
-            cut = _Cut(picture.content, picture.settings, self.dtype, picture.take_pixels())
-            work = self._cutters.begin(
-                lambda _: CutPicture(cut.patches()), self._patch_bytes(picture)
-            )
+            cut = _Cut(picture.content, picture.settings, picture.take_pixels())
+            work = self._cutters.begin(lambda _: CutPicture(cut.patches()), _pixel_bytes(picture))
             self._cuts[picture.digest] = work
         return work
 
@@ -201,7 +198,7 @@ class Vision:
         """Embeddings of a picture, which a thread makes if nobody has asked for them."""
         work = self._runs.get(picture.digest)
         if work is None:
-            cut = _Cut(picture.content, picture.settings, self.dtype, picture.take_pixels())
+            cut = _Cut(picture.content, picture.settings, picture.take_pixels())
             patches, threads = _count(picture), torch.get_num_threads()
 
             def run(goes_on: GoesOn) -> Tensor:
@@ -235,10 +232,6 @@ class Vision:
             if not goes_on():
                 break
         raise CancelledError
-
-    def _patch_bytes(self, picture: Picture) -> int:
-        """Memory of a picture's patches."""
-        return _count(picture) * picture.settings.patch_values * self.dtype.itemsize
 
     def _embedding_bytes(self, picture: Picture) -> int:
         """Memory of the embeddings of a picture."""
@@ -306,19 +299,22 @@ class _Cut:
 
     content: bytes
     settings: ImageSettings
-    dtype: torch.dtype
     pixels: Pixels | None  # None where it has to be decoded again
 
     def patches(self) -> ImagePatches:
-        """Patches in the tower's type, which are less to copy to its device."""
+        """The picture, resized."""
         pixels, self.pixels = self.pixels, None
-        found = image_patches(self.content, self.settings, pixels=pixels)
-        return replace(found, values=found.values.to(self.dtype))
+        return image_patches(self.content, self.settings, pixels=pixels)
 
 
 def _count(picture: Picture) -> int:
     """Patches of a picture."""
     return picture.rows * picture.columns * picture.settings.merge**2
+
+
+def _pixel_bytes(picture: Picture) -> int:
+    """Memory of a picture in the size that the tower reads."""
+    return _count(picture) * picture.settings.patch**2 * CHANNELS
 
 
 def _image_too_large(patches: int, needed: int, device: str) -> ResourceError:

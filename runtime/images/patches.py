@@ -13,27 +13,47 @@ from lowbit.runtime.images.resize import resize
 
 @dataclass(frozen=True, slots=True)
 class ImagePatches:
-    """An image as numbers; `merge * merge` patches that follow each other become one token."""
+    """An image that has been resized; `merge * merge` patches become one token.
 
-    values: Tensor  # [patches, channels * temporal * patch * patch] float32
-    grid: tuple[int, int]  # rows and columns of patches, multiples of `merge`
-    merge: int  # patches along a side of a token's square
+    It stays in bytes until the tower takes it: a quarter of the tower's numbers in BF16, which are
+    cut on the tower's device.
+    """
+
+    pixels: Tensor  # [height, width, 3] uint8; both sides are multiples of `settings.factor`
+    settings: ImageSettings
     digest: bytes  # of the file and the settings: the same picture has the same tokens
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches, multiples of `merge`."""
+        height, width, _ = self.pixels.shape
+        return height // self.settings.patch, width // self.settings.patch
+
+    @property
+    def count(self) -> int:
+        """Number of patches."""
+        return self.grid[0] * self.grid[1]
 
     @property
     def rows(self) -> int:
         """Rows of tokens."""
-        return self.grid[0] // self.merge
+        return self.grid[0] // self.settings.merge
 
     @property
     def columns(self) -> int:
         """Tokens in a row."""
-        return self.grid[1] // self.merge
+        return self.grid[1] // self.settings.merge
 
     @property
     def tokens(self) -> int:
         """Tokens that the image takes in a prompt."""
         return self.rows * self.columns
+
+    def values(
+        self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Normalized patches, cut on a device; see `cut`."""
+        return cut(self.pixels.to(device), self.settings, dtype)
 
 
 def image_patches(
@@ -42,7 +62,7 @@ def image_patches(
     limits: ImageLimits = ImageLimits(),  # noqa: B008 - frozen
     pixels: Pixels | None = None,
 ) -> ImagePatches:
-    """Decode, resize and cut an image file.
+    """Decode and resize an image file.
 
     Args:
         pixels: of the file, where it has been decoded.
@@ -51,16 +71,11 @@ def image_patches(
         RequestError, ResourceError: see `decode_image`.
     """
     resized = resize(pixels or decode_image(content, limits), settings)
-    return ImagePatches(
-        values=cut(resized, settings),
-        grid=(resized.shape[0] // settings.patch, resized.shape[1] // settings.patch),
-        merge=settings.merge,
-        digest=digest_of(content, settings),
-    )
+    return ImagePatches(resized, settings, digest_of(content, settings))
 
 
-def cut(pixels: Tensor, settings: ImageSettings) -> Tensor:
-    """Normalized patches of a resized image.
+def cut(pixels: Tensor, settings: ImageSettings, dtype: torch.dtype) -> Tensor:
+    """Normalized patches of a resized image, on its device.
 
     Squares that become a token go from left to right and top to bottom, as do the patches in each.
 
@@ -68,17 +83,20 @@ def cut(pixels: Tensor, settings: ImageSettings) -> Tensor:
         pixels: [height, width, 3] uint8.
 
     Returns:
-        [patches, channels * temporal * patch * patch] float32.
+        [patches, channels * temporal * patch * patch] `dtype`, rounded from float32.
     """
     merge, patch = settings.merge, settings.patch
     height, width, _ = pixels.shape
     rows, columns = height // settings.factor, width // settings.factor
-    channels = torch.empty(CHANNELS, height, width, dtype=torch.float32)
-    channels.copy_(pixels.permute(2, 0, 1))
-    for channel, mean, std in zip(channels, settings.mean, settings.std, strict=True):
-        channel.sub_(255 * mean).div_(255 * std)
+    # Tensors, since a GPU multiplies by the rounded inverse of a number instead of dividing.
+    mean, std = (
+        torch.tensor([255 * x for x in each], dtype=torch.float32, device=pixels.device)
+        for each in (settings.mean, settings.std)
+    )
+    channels = pixels.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
+    channels = channels.sub_(mean[:, None, None]).div_(std[:, None, None]).to(dtype)
     squares = channels.view(CHANNELS, rows, merge, patch, columns, merge, patch)
     frame = squares.permute(1, 4, 2, 5, 0, 3, 6)  # [rows, columns, merge, merge, C, patch, patch]
-    values = torch.empty(*frame.shape[:5], settings.temporal, patch, patch)
+    values = frame.new_empty(*frame.shape[:5], settings.temporal, patch, patch)
     values.copy_(frame[:, :, :, :, :, None])
     return values.view(rows * columns * merge**2, settings.patch_values)

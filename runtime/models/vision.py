@@ -120,8 +120,7 @@ class VisionTower:
 
     def embed(self, image: ImagePatches) -> Tensor:
         """Input of the first block: [patches, h]."""
-        values = image.values.to(self.device, self.patches.weight.dtype)
-        x = self.patches.times(values)
+        x = self.patches.times(image.values(self.device, self.patches.weight.dtype))
         side, merge = self.config.grid_side, self.config.spatial_merge_size
         places, shares = interpolation(image.grid, side, merge)
         learned = torch.zeros_like(x, dtype=torch.float32)
@@ -269,12 +268,12 @@ class OpenedTower:
         """Memory beside the weights that an image of so many patches takes at its peak."""
         h, size, wide = self.config.hidden_size, dtype.itemsize, torch.float32.itemsize
         values = torch.Size(self.config.patch_shape).numel()
-        taps = 4 * (torch.int64.itemsize + wide)  # learned positions and their shares
-        embedding = size * values + (wide + size) * 2 * h + taps
+        frame = values // self.config.temporal_patch_size  # bytes, beside them FP32 and the type
+        cutting = frame + max((wide + size) * frame, size * (frame + values), size * (values + h))
         # residual, q, k, v and a turned q; k in FP32; angles, cosines and sines
         rotation = size * 5 * h + wide * (3 * h + 2 * self.config.head_dim)
         mlp = size * (h + 2 * self.config.intermediate_size)
-        return patches * max(embedding, rotation, mlp)
+        return patches * max(cutting, rotation, mlp)
 
 
 def open_tower(checkpoint: Checkpoint) -> OpenedTower:

@@ -110,7 +110,7 @@ def test_logits_of_messages_with_images_are_those_of_transformers(
     with torch.no_grad():
         expected = theirs(
             ids,
-            pixel_values=torch.cat([each.values for each in patches]),
+            pixel_values=torch.cat([each.values() for each in patches]),
             image_grid_thw=torch.tensor([[1, *each.grid] for each in patches]),
             mm_token_type_ids=(ids == PAD).int(),
         ).logits[0]
@@ -389,13 +389,13 @@ def test_few_pictures_are_cut_before_their_turn(
     """Those of requests that are gone do not count."""
     vision = on_gpu(model)
     cat, dog = (model.prompts.reader().read(each) for each in (CAT, DOG))
-    monkeypatch.setattr(module, "AHEAD_BYTES", vision._patch_bytes(cat))
+    monkeypatch.setattr(module, "AHEAD_BYTES", module._pixel_bytes(cat))
     begun = vision.prepare(cat)
     assert begun is not None
     cut = begun.result()
     assert isinstance(cut, CutPicture)
     assert cut.patches is not None
-    assert cut.patches.values.nbytes == begun.size_bytes == vision._patch_bytes(cat)
+    assert cut.patches.pixels.nbytes == begun.size_bytes == module._pixel_bytes(cat)
     assert vision.prepare(dog) is None
     assert embedded(vision, dog).shape == (dog.rows * dog.columns, 64)
     del begun

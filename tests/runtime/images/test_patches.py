@@ -33,11 +33,14 @@ def check_patches(size: tuple[int, int], content: dict[str, Any]) -> None:
     wide = {"size": {"shortest_edge": 1, "longest_edge": 2**24}}
     values, grid = processed(pixels, content | wide)
     assert [1, *found.grid] == grid
-    assert found.values.shape == values.shape
-    assert found.values.dtype == torch.float32
-    assert (found.values - values).abs().max() < 1e-5
-    assert (found.rows, found.columns) == (grid[1] // found.merge, grid[2] // found.merge)
-    assert found.tokens == found.rows * found.columns == len(values) // settings.merge**2
+    cut = found.values()
+    assert cut.shape == values.shape
+    assert cut.dtype == torch.float32
+    assert (cut - values).abs().max() < 1e-5
+    assert torch.equal(found.values(dtype=torch.bfloat16), cut.to(torch.bfloat16))
+    assert (found.rows, found.columns) == (grid[1] // settings.merge, grid[2] // settings.merge)
+    assert found.tokens == found.rows * found.columns == found.count // settings.merge**2
+    assert found.count == len(values)
 
 
 @pytest.mark.parametrize("size", odd_sizes(36))
