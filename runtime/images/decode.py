@@ -26,6 +26,7 @@ MOST_SEGMENTS = 1 << 14  # of a JPEG; one with a large profile and many scans ha
 ORIENTATION = 0x0112  # tag of EXIF
 # Begins a segment of a JPEG; within a scan FF is followed by 00 or by a restart
 MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+DEPTH = 24  # place of the byte of a PNG's header that states the bits of a color
 SCAN, END, BARE = 0xDA, 0xD9, (0x01, 0xD8)  # its second byte; the last have no length
 TAKEN = "PNG, JPEG, WebP, GIF, BMP or AVIF"
 SIGNS: Mapping[str, tuple[bytes, ...]] = {  # first bytes of files
@@ -81,6 +82,8 @@ def decode_image(content: bytes, limits: ImageLimits = ImageLimits()) -> "Image"
         _check_size(image.width, image.height, limits)
         _check_scans(content, kind, image)
         image.load()
+        if kind == "PNG":
+            _narrow_transparency(content[DEPTH], image)
         return _upright(image, _in_rgb(image))
     except LowbitError:
         raise
@@ -203,14 +206,39 @@ def _in_rgb(image: "Image") -> "Image":
     """A decoded image in RGB of eight bits, over white where it is transparent."""
     from PIL import Image
 
-    if image.mode == "I;16":  # the upper byte, as Pillow takes it of 16-bit colors
-        image = Image.frombytes("L", image.size, image.tobytes()[1::2])
+    if image.mode == "I;16":
+        image = _upper_bytes(image)
     if image.has_transparency_data:
         colors = image.convert("RGBA")
         white = Image.new("RGB", image.size, "white")
         white.paste(colors, mask=colors.getchannel("A"))
         return white
     return image.convert("RGB")
+
+
+def _narrow_transparency(bits: int, image: "Image") -> None:
+    """Let the color that a PNG states as transparent have eight bits, as Pillow's pixels have."""
+    clear = image.info.get("transparency")
+    if isinstance(clear, tuple) and bits == 16:
+        image.info["transparency"] = tuple(value >> 8 for value in clear)
+    elif isinstance(clear, int) and image.mode in ("1", "L") and bits < 8:
+        image.info["transparency"] = clear * 255 // ((1 << bits) - 1)
+
+
+def _upper_bytes(image: "Image") -> "Image":
+    """A gray image of 16 bits with the upper eight, as Pillow takes them of 16-bit colors."""
+    from PIL import Image, ImageChops
+
+    content = image.tobytes()
+    upper, lower = (Image.frombytes("L", image.size, content[first::2]) for first in (1, 0))
+    clear = image.info.get("transparency")
+    if clear is None:
+        return upper
+    differ = [
+        part.point([255 * (value != byte) for value in range(256)])
+        for part, byte in ((upper, clear >> 8), (lower, clear & 255))
+    ]
+    return Image.merge("LA", (upper, ImageChops.lighter(*differ)))
 
 
 def _upright(source: "Image", image: "Image") -> "Image":

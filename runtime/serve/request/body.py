@@ -12,11 +12,12 @@ from pydantic import (
     PrivateAttr,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime.images.picture import Picture
 from lowbit.runtime.serve.errors import cut
-from lowbit.runtime.serve.request.explain import got
+from lowbit.runtime.serve.request.explain import ITEM, MOST_SHOWN, got
 from lowbit.runtime.serve.settings import (
     MOST_CHOICES,
     MOST_PARTS,
@@ -381,11 +382,12 @@ class MediaPart(BaseModel):
     model_config = ConfigDict(extra="ignore")
     type: MediaType
     # Places of an image: OpenAI's address, or an object of it; the same under Qwen's name; a stored
-    # file; Anthropic's source.
+    # file; Anthropic's source; base64 itself, as tools of MCP have it.
     image_url: Any = Field(default=None, exclude=True)
     image: Any = Field(default=None, exclude=True)
     file_id: Any = Field(default=None, exclude=True)
     source: Any = Field(default=None, exclude=True)
+    data: Any = Field(default=None, exclude=True)
     detail: Any = Field(default=None, exclude=True)
     _picture: Picture | None = PrivateAttr(default=None)
     _fetched: bytes | None = PrivateAttr(default=None)
@@ -450,11 +452,13 @@ def named_types(*known: str) -> BeforeValidator:
     """Validator that refuses parts of other types by their type, not by the fields they lack."""
 
     def check(value: object) -> object:
-        for part in value[:MOST_PARTS] if isinstance(value, list) else []:
+        for index, part in enumerate(value[:MOST_PARTS] if isinstance(value, list) else []):
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind not in known:
+                words = "type `{kind}` is not supported, only {names}"
                 names = ", ".join(f"`{name}`" for name in known)
-                raise ValueError(f"type `{kind[:40]}` is not supported, only {names}")
+                shown = {"names": names, "kind": kind[:MOST_SHOWN], ITEM: index}
+                raise PydanticCustomError("value_error", words, shown)
         return value
 
     return BeforeValidator(check)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from lowbit.runtime.serve.errors import ApiError, cut, invalid, unsupported
 
 MOST_SHOWN = 40  # characters of a value
+ITEM = "item"  # key in the context of an error about an item of the array that it is told of
 WRONG = "invalid_value"
 ABSENT: Final = object()
 FEWER = "send fewer, or several requests"
@@ -154,4 +155,6 @@ def _place(error: Any, content: object) -> tuple[str, object]:
         elif isinstance(content, dict) and (step in content or lacks):
             path += f".{step}" if path else str(step)
             content = content.get(step, ABSENT)
+    if (item := error.get("ctx", {}).get(ITEM)) is not None:
+        path += f"[{item}]"
     return cut(path), content

@@ -108,7 +108,7 @@ def _read(part: MediaPart, where: str, reader: PictureReader) -> None:
         content, detail = _file_of(part)
         part.picture = reader.read(content, _detail_of(detail))
         # A body is kept as long as its answer; it need not keep base64 as well.
-        part.image_url = part.image = part.source = part.fetched = None
+        part.image_url = part.image = part.source = part.data = part.fetched = None
     except RequestError as error:
         raise refused(error, where) from None
 
@@ -135,6 +135,8 @@ def _file_of(part: MediaPart) -> tuple[bytes, object]:
         return part.fetched, detail
     if part.source is not None:
         return _of_source(part.source), part.detail
+    if address is None and part.data is not None:
+        return _of_base64(part.data, "data"), detail
     if address is None and part.file_id is not None:
         raise RequestError("`file_id` names a file, and no file is stored here", SEND)
     return _of_url(address), detail
@@ -169,9 +171,13 @@ def _of_source(source: Any) -> bytes:
         raise RequestError(
             f"`source.type` must be base64, got {shown(kind)}", "send the file's base64 as `data`"
         )
-    data = source.get("data")
+    return _of_base64(source.get("data"), "source.data")
+
+
+def _of_base64(data: Any, field: str) -> bytes:
+    """Content that a field has as base64, or as the whole `data:` URL."""
     if not isinstance(data, str):
-        raise RequestError(f"`source.data` must be base64, got {shown(data)}")
+        raise RequestError(f"`{field}` must be base64, got {shown(data)}")
     return bytes_of_data_url(data) if data[:5].lower() == "data:" else bytes_of_base64(data)
 
 

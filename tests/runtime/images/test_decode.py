@@ -6,6 +6,7 @@ import random
 import struct
 import sys
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -100,21 +101,49 @@ def test_sixteen_bits_keep_the_upper_eight() -> None:
     assert found.tolist() == [[[value >> 8] * 3 for value in values[0].tolist()]]
 
 
-def png(width: int, height: int, bits: int = 8, color: int = 2, data: bytes = b"") -> bytes:
-    """A PNG whose header says what it likes."""
+def png(
+    width: int,
+    height: int,
+    bits: int = 8,
+    color: int = 2,
+    data: bytes = b"",
+    between: Iterable[tuple[bytes, bytes]] = (),
+) -> bytes:
+    """A PNG whose header says what it likes, with chunks between it and the pixels."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         checksum = struct.pack(">I", zlib.crc32(name + content))
         return struct.pack(">I", len(content)) + name + content + checksum
 
     header = struct.pack(">IIBBBBB", width, height, bits, color, 0, 0, 0)
-    rows = chunk(b"IDAT", zlib.compress(data))
+    rows = b"".join(chunk(*each) for each in between) + chunk(b"IDAT", zlib.compress(data))
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + rows + chunk(b"IEND", b"")
 
 
 def test_colors_of_sixteen_bits() -> None:
     row = b"\0" + np.array([1000, 40_000, 65_535], dtype=">u2").tobytes()
     assert decode_image(png(1, 1, bits=16, data=row)).getpixel((0, 0)) == (3, 156, 255)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
+def test_a_transparent_gray_is_white_whatever_its_bits(bits: int) -> None:
+    """Pillow compares it with values that have been widened or narrowed to eight bits."""
+    most = (1 << bits) - 1
+    grays = [0, 1] if bits == 1 else [0, 1, 2, most - 1, most, most // 2]
+    row = "".join(f"{gray:0{bits}b}" for gray in grays).ljust(128, "0")
+    data = b"\0" + int(row, 2).to_bytes(16)[: -(-len(grays) * bits // 8)]
+    for clear in grays:
+        content = png(len(grays), 1, bits, 0, data, ((b"tRNS", struct.pack(">H", clear)),))
+        found = np.asarray(decode_image(content))[0, :, 0].tolist()
+        wide = [gray >> 8 if bits == 16 else gray * 255 // most for gray in grays]
+        assert found == [255 if gray == clear else wide[i] for i, gray in enumerate(grays)]
+
+
+def test_a_transparent_color_of_sixteen_bits_is_white() -> None:
+    colors = [struct.pack(">HHH", 1000, 40_000, each) for each in (65_535, 5000)]
+    content = png(2, 1, 16, 2, b"\0" + b"".join(colors), ((b"tRNS", colors[1]),))
+    found = decode_image(content)
+    assert [found.getpixel((x, 0)) for x in range(2)] == [(3, 156, 255), (255, 255, 255)]
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

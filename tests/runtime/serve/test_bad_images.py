@@ -20,6 +20,7 @@ from tests.runtime.serve.test_images import (
     FIELD,
     MESSAGES,
     PNG,
+    RESPONSES,
     TOKENS,
     ask,
     image,
@@ -185,6 +186,8 @@ def test_nobody_waits_for_bad_images(
         {"type": "image", "source": {"type": "base64", "data": 3}},
         {"type": "image", "source": "x"},
         {"type": "image", "source": {}},
+        {"type": "image", "data": 3, "mimeType": "image/png"},
+        {"type": "image", "data": "", "mimeType": "image/png"},
     ],
 )
 def test_odd_parts_are_refused(seeing: Running, part: dict[str, Any]) -> None:
@@ -192,3 +195,15 @@ def test_odd_parts_are_refused(seeing: Running, part: dict[str, Any]) -> None:
     found = ask(seeing, path, user(part))
     assert found.status_code == 400, found.text
     assert "`messages[0].content[0]`" in found.text
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+@pytest.mark.parametrize("kind", ["image_file", "{names}" + "x" * 1000])
+def test_unknown_types_are_refused_by_their_part(seeing: Running, path: str, kind: str) -> None:
+    place = f"{FIELD[path]}[0].content[2]"
+    found = ask(seeing, path, user(text(path, "Hi"), image(path), {"type": kind, kind: DATA}))
+    assert found.status_code == 400, found.text
+    error = found.json()["error"]
+    assert error["param"] == place
+    assert error["message"].startswith(f"`{place}`: type `{kind[:40]}` is not supported")
+    assert len(error["message"]) < 300

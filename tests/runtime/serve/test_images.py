@@ -126,8 +126,9 @@ def test_an_address_may_be_no_object(seeing: Running) -> None:
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}},
         {"type": "image", "image": URL},
         {"type": "image", "image": {"url": URL}, "image_url": None},
+        {"type": "image", "data": DATA, "mimeType": "image/png"},
     ],
-    ids=["chats", "responses", "messages", "Qwen", "Qwen's object"],
+    ids=["chats", "responses", "messages", "Qwen", "Qwen's object", "MCP"],
 )
 def test_parts_of_other_apis_are_read_too(seeing: Running, path: str, part: dict[str, Any]) -> None:
     found = ask(seeing, path, user(text(path, "What is "), part))
