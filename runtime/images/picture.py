@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 from lowbit.formats.errors import RequestError
 from lowbit.formats.fields import shown
 from lowbit.formats.image_settings import ImageSettings
-from lowbit.runtime.images.decode import MOST_PIXELS, SIGNS, ImageLimits, decode_image
+from lowbit.runtime.images.decode import MOST_PIXELS, ImageLimits, decode_image
+from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.images.size import smart_size
 
 if TYPE_CHECKING:
@@ -27,9 +28,7 @@ DETAIL_PIXELS: Mapping[Detail, int] = {
 MOST_IMAGES = 100  # of a prompt
 MOST_PROMPT_PIXELS = 1 << 28  # of all images of a prompt, decoded one behind another
 MOST_KNOWN = 4096  # images whose sizes are remembered
-# Decoded pixels of a prompt that are handed on to the engine: 1,024 x 1,024 of a PNG are decoded in
-# 20 to 25 ms, and sent to another process in 7.
-MOST_KEPT_PIXELS = 1 << 22
+MOST_KEPT_PIXELS = 1 << 22  # decoded ones of a prompt that are handed on to the engine
 HINT = "leave out the oldest ones"
 
 
@@ -39,7 +38,8 @@ class Pixels:
 
     width: int
     height: int
-    rgb: bytearray = field(repr=False)  # row by row; empty once somebody has taken them
+    # Row by row, on their way to another process shared; empty once somebody has taken them
+    rgb: bytearray | SharedBytes = field(repr=False)
 
     def take(self) -> "Pixels | None":
         """The pixels, which are here no more; None if somebody has taken them."""
@@ -120,7 +120,7 @@ class PictureReader:
 
     settings: ImageSettings
     known: KnownPictures = field(default_factory=KnownPictures)
-    sends: bool = True  # pixels have to be sent to the tower's process
+    sends: bool = True  # pixels go to the tower in another process
     count: int = 0
     pixels: int = 0  # of those that have been decoded
     kept: int = 0  # pixels that are handed on
@@ -151,18 +151,22 @@ class PictureReader:
         pixels = None
         if image is not None:
             self.pixels += size[0] * size[1]
-            pixels = self._kept(content, image)
+            pixels = self._kept(image)
         width, height = smart_size(*size, settings)
         rows, columns = height // settings.factor, width // settings.factor
         found = Picture(content, settings, rows, columns, digest, pixels)
         self._read[digest] = found
         return found
 
-    def _kept(self, content: bytes, image: "Image") -> Pixels | None:
-        """Pixels to hand on; None if they are too many, or as fast to decode as to send."""
+    def _kept(self, image: "Image") -> Pixels | None:
+        """Pixels to hand on; None if they are too many, or the system cannot share them."""
         count = image.width * image.height
-        slow = self.sends and content.startswith(SIGNS["JPEG"])
-        if slow or self.kept + count > MOST_KEPT_PIXELS:
+        if self.kept + count > MOST_KEPT_PIXELS:
+            return None
+        rgb = image.tobytes()
+        try:
+            shared = SharedBytes.of(rgb) if self.sends else bytearray(rgb)
+        except OSError:  # no memory or no descriptor is left: the engine decodes it again
             return None
         self.kept += count
-        return Pixels(image.width, image.height, bytearray(image.tobytes()))
+        return Pixels(image.width, image.height, shared)

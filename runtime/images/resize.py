@@ -13,6 +13,7 @@ from torch.nn.functional import interpolate
 
 from lowbit.formats.image_settings import CHANNELS, ImageSettings
 from lowbit.runtime.images.picture import Pixels
+from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.images.size import smart_size
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def _pixels_of(image: "Image | Pixels") -> Tensor:
     """Pixels of an RGB image: [height, width, 3] uint8."""
     width, height = image.width, image.height
     if isinstance(image, Pixels):
-        return torch.frombuffer(image.rgb, dtype=torch.uint8).view(height, width, CHANNELS)
+        rgb = image.rgb.take() if isinstance(image.rgb, SharedBytes) else image.rgb
+        return torch.frombuffer(rgb, dtype=torch.uint8).view(height, width, CHANNELS)
     found = torch.empty(height, width, CHANNELS, dtype=torch.uint8)
     rows = max(STRIP_PIXELS // width, 1)
     for top in range(0, height, rows):

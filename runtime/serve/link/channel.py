@@ -6,35 +6,56 @@ is noticed at once.
 
 import asyncio
 import contextlib
+import errno
+import os
 import socket
 import threading
-from collections.abc import AsyncGenerator, Iterator
-from typing import Generic, TypeVar
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from lowbit.runtime.images.shared import SharedBytes
+
 LENGTH = 4  # bytes before each message
 READ = 1 << 18  # bytes that are read at once
+MOST_FILES = 253  # that Linux sends at once
+FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # processes that this one starts get no files
 Received = TypeVar("Received")
 
 
+@dataclass(slots=True)
+class _Part:
+    """Bytes that the socket had no room for, and the files that go with the first of them."""
+
+    data: bytearray
+    files: Sequence[SharedBytes] = ()
+
+
 class Channel(Generic[Received]):
-    """One end of a socket pair; messages that do not fit into the socket wait in order."""
+    """One end of a socket pair; messages that do not fit into the socket wait in order.
+
+    Of `SharedBytes` in a message the other process gets the descriptors.
+    """
 
     def __init__(self, sock: socket.socket, received: object) -> None:
         """Take over a socket.
 
         Args:
-            sock: connected stream socket.
+            sock: connected stream socket of this machine.
             received: type of the messages that come, a union.
         """
         sock.setblocking(False)
-        self._socket = sock
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(received).decode
+        self._socket, self._number = sock, sock.fileno()
+        self._encode = msgspec.msgpack.Encoder(enc_hook=self._share).encode
+        self._decode = msgspec.msgpack.Decoder(received, dec_hook=self._shared).decode
         self._lock = threading.Lock()
-        self._waiting = bytearray()  # that the socket had no room for
+        self._files: list[SharedBytes] = []  # of the message that is being encoded
+        self._waiting: deque[_Part] = deque()  # what the socket had no room for
         self._read = bytearray()  # the beginning of a message
+        self._descriptors: deque[int] = deque()  # that came with messages not yet decoded
         self._loop: asyncio.AbstractEventLoop | None = None
         self._writing: asyncio.Task[None] | None = None
 
@@ -43,15 +64,17 @@ class Channel(Generic[Received]):
 
         It goes straight into the socket: to wake an event loop first would cost a thread's turn.
         """
-        content = self._encode(message)
-        data = len(content).to_bytes(LENGTH, "little") + content
         with self._lock:
-            if not self._waiting:
-                sent = self._sent(data)
-                if sent == len(data):
-                    return
-                data = data[sent:]
-            self._waiting += data
+            self._files = []
+            content = self._encode(message)
+            part = _Part(bytearray(len(content).to_bytes(LENGTH, "little") + content), self._files)
+            self._files = []
+            if not self._waiting and self._sent(part):
+                return
+            if not part.files and self._waiting:
+                self._waiting[-1].data += part.data
+            else:
+                self._waiting.append(part)
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._write_soon)
@@ -64,7 +87,7 @@ class Channel(Generic[Received]):
             for message in self._whole():
                 yield message
             try:
-                part = await self._loop.sock_recv(self._socket, READ)
+                part = await self._receive()
             except OSError:
                 return
             if not part:
@@ -96,15 +119,37 @@ class Channel(Generic[Received]):
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
 
-    def _sent(self, data: bytes) -> int:
-        """Number of bytes that the socket takes at once; all if nobody reads any more."""
+    def _share(self, found: object) -> int:
+        """Stand-in of bytes whose file goes beside the message."""
+        if not isinstance(found, SharedBytes):
+            raise NotImplementedError(f"no message carries {type(found).__name__}")
+        self._files.append(found)
+        return found.size
+
+    def _shared(self, kind: type, size: Any) -> SharedBytes:
+        """Bytes whose file came beside the message, in the order of their stand-ins."""
+        if kind is not SharedBytes or not self._descriptors:
+            raise NotImplementedError(f"no file came for {kind.__name__}")
+        return SharedBytes(self._descriptors.popleft(), size)
+
+    def _sent(self, part: _Part) -> bool:
+        """Send what the socket takes at once; True if that is all, or nobody reads any more."""
         try:
-            return self._socket.send(data)
+            if part.files:
+                numbers = [each.descriptor for each in part.files]
+                count = socket.send_fds(self._socket, [part.data[:READ]], numbers)
+                part.files = ()
+            else:
+                count = self._socket.send(part.data)
         except BlockingIOError:
-            return 0
-        except OSError:
-            return len(data)
+            return False
+        except OSError as error:
+            return error.errno != errno.ETOOMANYREFS  # more files on their way than may be
+        del part.data[:count]
+        return not part.data
 
     def _write_soon(self) -> None:
         """Write what waits, on the event loop."""
@@ -116,16 +161,43 @@ class Channel(Generic[Received]):
         try:
             while True:
                 with self._lock:
-                    data = bytes(self._waiting[:READ])
-                if not data:
-                    return
-                await loop.sock_sendall(self._socket, data)
-                with self._lock:  # others append meanwhile, as the rest is not empty
-                    del self._waiting[: len(data)]
-        except OSError:
-            self._waiting.clear()
+                    while self._waiting and self._sent(self._waiting[0]):
+                        self._waiting.popleft()
+                    if not self._waiting:
+                        return
+                await self._turn(loop.add_writer, loop.remove_writer)
         finally:
             self._writing = None
+
+    async def _receive(self) -> bytes:
+        """What has come, with its files, as soon as something has; empty at the end.
+
+        Raises:
+            OSError: the connection is broken, or this process may open no more files.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                found = socket.recv_fds(self._socket, READ, MOST_FILES, FLAGS)
+            except BlockingIOError:
+                await self._turn(loop.add_reader, loop.remove_reader)
+                continue
+            data, descriptors, flags, _ = found
+            self._descriptors += descriptors
+            if flags & socket.MSG_CTRUNC:
+                raise OSError("files of a message were lost")
+            return data
+
+    async def _turn(
+        self, add: Callable[..., object], remove: Callable[[socket.socket | int], object]
+    ) -> None:
+        """Wait until the socket has room, or something has come."""
+        turn = asyncio.Event()
+        add(self._socket, turn.set)
+        try:
+            await turn.wait()
+        finally:
+            remove(self._number)
 
 
 def _end(buffer: bytearray, first: int) -> int | None:

@@ -25,6 +25,7 @@ from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stats import Load, Speculated
 from lowbit.runtime.images.picture import Picture, Pixels
+from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.answer import OutputStart
 
@@ -127,15 +128,30 @@ class Constraints(msgspec.Struct, array_like=True, frozen=True):
     calls: tuple[int, int] | None = None
 
 
+class ShownPixels(msgspec.Struct, array_like=True, frozen=True):
+    """Pixels of a decoded picture."""
+
+    width: int
+    height: int
+    rgb: SharedBytes
+
+
 class ShownPicture(msgspec.Struct, array_like=True, frozen=True):
-    """A picture of a prompt: its file, and pixels where they take longer to decode than to send."""
+    """A picture of a prompt: its file, and its pixels where they are handed on."""
 
     content: bytes
     settings: ImageSettings
     rows: int
     columns: int
     digest: bytes
-    pixels: Pixels | None
+    pixels: ShownPixels | None
+
+    def picture(self) -> Picture:
+        """The picture, with its pixels in this process's memory."""
+        shown, pixels = self.pixels, None
+        if shown is not None:
+            pixels = Pixels(shown.width, shown.height, shown.rgb.take())
+        return Picture(self.content, self.settings, self.rows, self.columns, self.digest, pixels)
 
 
 class ShownImage(msgspec.Struct, array_like=True, frozen=True):
@@ -170,10 +186,7 @@ class Begin(Message):
 
         embedder: makes the embeddings of pictures.
         """
-        pictures = [
-            Picture(each.content, each.settings, each.rows, each.columns, each.digest, each.pixels)
-            for each in self.pictures
-        ]
+        pictures = [each.picture() for each in self.pictures]
         first = Request(
             prompt=tuple(self.prompt),
             max_new_tokens=self.count,
@@ -229,8 +242,11 @@ def _picture_of(span: ImageSpan) -> Picture:
 
 def _shown(found: Picture) -> ShownPicture:
     pixels = found.take_pixels()  # a request is kept as long as its answer
+    shown = None
+    if pixels is not None and isinstance(pixels.rgb, SharedBytes):
+        shown = ShownPixels(pixels.width, pixels.height, pixels.rgb)
     return ShownPicture(
-        found.content, found.settings, found.rows, found.columns, found.digest, pixels
+        found.content, found.settings, found.rows, found.columns, found.digest, shown
     )
 
 

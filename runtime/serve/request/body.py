@@ -12,12 +12,11 @@ from pydantic import (
     PrivateAttr,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime.images.picture import Picture
 from lowbit.runtime.serve.errors import cut
-from lowbit.runtime.serve.request.explain import ITEM, MOST_SHOWN, got
+from lowbit.runtime.serve.request.explain import MOST_SHOWN, ItemError, got
 from lowbit.runtime.serve.settings import (
     MOST_CHOICES,
     MOST_PARTS,
@@ -455,10 +454,9 @@ def named_types(*known: str) -> BeforeValidator:
         for index, part in enumerate(value[:MOST_PARTS] if isinstance(value, list) else []):
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind not in known:
-                words = "type `{kind}` is not supported, only {names}"
                 names = ", ".join(f"`{name}`" for name in known)
-                shown = {"names": names, "kind": kind[:MOST_SHOWN], ITEM: index}
-                raise PydanticCustomError("value_error", words, shown)
+                words = f"type `{kind[:MOST_SHOWN]}` is not supported, only {names}"
+                raise ItemError(words, index)
         return value
 
     return BeforeValidator(check)

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from lowbit.runtime.serve.errors import ApiError, cut, invalid, unsupported
 
 MOST_SHOWN = 40  # characters of a value
-ITEM = "item"  # key in the context of an error about an item of the array that it is told of
 WRONG = "invalid_value"
 ABSENT: Final = object()
 FEWER = "send fewer, or several requests"
@@ -29,6 +28,15 @@ KINDS = {
 }
 UNITS: dict[type, str] = {str: "character", list: "item", dict: "field"}
 Bound = Callable[[Mapping[str, Any], Any], str]
+
+
+class ItemError(ValueError):
+    """A validator's error about an item of the array that it checks."""
+
+    def __init__(self, words: str, index: int) -> None:
+        """Keep the item's index."""
+        super().__init__(words)
+        self.index = index
 
 
 def _length(least: bool) -> Bound:
@@ -155,6 +163,6 @@ def _place(error: Any, content: object) -> tuple[str, object]:
         elif isinstance(content, dict) and (step in content or lacks):
             path += f".{step}" if path else str(step)
             content = content.get(step, ABSENT)
-    if (item := error.get("ctx", {}).get(ITEM)) is not None:
-        path += f"[{item}]"
+    if isinstance(cause := error.get("ctx", {}).get("error"), ItemError):
+        path += f"[{cause.index}]"
     return cut(path), content

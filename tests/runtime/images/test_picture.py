@@ -1,5 +1,6 @@
 """Pictures: tokens by detail, digests, and limits of a prompt's images."""
 
+import errno
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from lowbit.runtime.images import picture as module
 from lowbit.runtime.images.decode import ImageLimits, decode_image
 from lowbit.runtime.images.patches import image_patches
 from lowbit.runtime.images.picture import KnownPictures, PictureReader, limited
+from lowbit.runtime.images.shared import SharedBytes
 from tests.runtime.images.pictures import SETTINGS, picture, saved
 
 WIDE = replace(SETTINGS, most_pixels=1 << 24)
@@ -102,30 +104,37 @@ def test_few_sizes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decoded(files[2], files[0]) == [False, True]
 
 
+@pytest.mark.parametrize("sends", [True, False])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 @pytest.mark.parametrize("size", [(90, 70), (64, 96), (700, 500)])
 def test_decoded_pixels_make_the_same_patches(
-    size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    size: tuple[int, int], kind: str, sends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = saved(picture(*size))
+    file = saved(picture(*size), kind)
     expected = image_patches(file, SETTINGS)
-    found = PictureReader(SETTINGS).read(file)
+    found = PictureReader(SETTINGS, sends=sends).read(file)
     monkeypatch.setattr(patches, "decode_image", None)
     pixels = found.take_pixels()
     assert pixels is not None
+    assert isinstance(pixels.rgb, SharedBytes) == sends
     assert found.take_pixels() is None  # they are nobody else's
     made = image_patches(file, SETTINGS, pixels=pixels)
     assert torch.equal(made.values(), expected.values())
     assert (made.grid, made.digest) == (expected.grid, expected.digest)
 
 
-def test_pixels_that_are_decoded_as_fast_as_sent_are_not_handed_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pixels_that_cannot_be_shared_are_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: bytes) -> SharedBytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(SharedBytes, "of", full)
+    found = PictureReader(SETTINGS).read(saved(picture(90, 70)))
+    assert (found.rows, found.columns, found.pixels) == (2, 3, None)
+
+
+def test_many_pixels_are_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_KEPT_PIXELS", 2 * 90 * 70)
     reader = PictureReader(SETTINGS)
-    jpeg = saved(picture(90, 70), "JPEG")
-    assert reader.read(jpeg).pixels is None
-    assert PictureReader(SETTINGS, sends=False).read(jpeg).pixels is not None
     assert reader.read(saved(picture(128, 128))).pixels is None
     files = [saved(picture(90, 70, seed)) for seed in range(3)]
     assert [reader.read(each).pixels is not None for each in files] == [True, True, False]

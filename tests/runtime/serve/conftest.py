@@ -17,6 +17,7 @@ import pytest
 
 from lowbit.runtime.engine.load import load
 from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.prompts import EmbedderElsewhere
 from lowbit.runtime.engine.stats import load_of
 from lowbit.runtime.images import picture
 from lowbit.runtime.images.decode import decode_image
@@ -146,7 +147,9 @@ def running(model: Model, **changes: object) -> Iterator[Running]:
     """Serve a model until the end of the block."""
     settings = replace(ServeSettings((NAME, "other-name"), port=0), **changes)  # type: ignore[arg-type]
     with hosted(model) as (host, channel), listen(settings.host, settings.port) as taken:
-        service = Service(served_model(facts_of(model), model.prompts), settings, channel)
+        # The HTTP side has no tower.
+        prompts = replace(model.prompts, embedder=EmbedderElsewhere())
+        service = Service(served_model(facts_of(model), prompts), settings, channel)
         begun = threading.Event()
         server = Server(build_app(service), service, begun.set)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([taken])), daemon=True)

@@ -1,10 +1,17 @@
 """Messages arrive whole and in order, whatever the socket takes at once."""
 
 import asyncio
+import gc
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
+import msgspec
+import pytest
+
+from lowbit.runtime.images.shared import SharedBytes
+from lowbit.runtime.serve.link import channel as module
 from lowbit.runtime.serve.link.channel import LENGTH, READ, Channel
 
 
@@ -151,3 +158,84 @@ def test_the_end_waits_for_no_reader_that_hangs() -> None:
     assert here._waiting
     here.close()
     there.close()
+
+
+OPEN = Path("/proc/self/fd")
+
+
+class Shown(msgspec.Struct, array_like=True):
+    """A message of numbers, and of bytes that are shared."""
+
+    numbers: list[int]
+    shared: list[SharedBytes]
+
+
+def contents(message: Shown) -> tuple[int, list[bytes]]:
+    return message.numbers[0], [bytes(each.take()) for each in message.shared]
+
+
+@pytest.mark.parametrize("read_first", [True, False], ids=["at once", "waiting"])
+def test_shared_bytes_come_with_their_message(read_first: bool) -> None:
+    """Also behind what the socket had no room for, and in front of others."""
+    here, there = pair(Shown)
+    sent = [
+        (number, [bytes([number, 7]) * (1 + 9000 * place) for place in range(number % 4)])
+        for number in range(40)
+    ]
+
+    async def run() -> list[Any]:
+        first = asyncio.create_task(taken(here, 1))
+        await asyncio.sleep(0)
+        reading = asyncio.create_task(taken(there, len(sent)))
+        for number, parts in sent:
+            many = [number] * (1 + number % 5 * 60_000)
+            here.send(Shown(many, [SharedBytes.of(each) for each in parts]))
+            if read_first:
+                await asyncio.sleep(0)
+        found = await reading
+        there.send(Shown([1], []))
+        await first
+        return found
+
+    assert [contents(each) for each in asyncio.run(run())] == sent
+    here.close()
+    there.close()
+
+
+@pytest.mark.skipif(not OPEN.exists(), reason="the system does not list open files")
+def test_files_are_closed_once_nobody_needs_them() -> None:
+    here, there = pair(Shown)
+    before = len(list(OPEN.iterdir()))
+    for number in range(3):
+        here.send(Shown([number], [SharedBytes.of(b"x")]))
+    [first] = asyncio.run(taken(there, 1))
+    assert contents(first) == (0, [b"x"])
+    here.close()
+    there.close()
+    gc.collect()
+    assert len(list(OPEN.iterdir())) <= before - 2
+
+
+def test_files_that_the_system_loses_end_what_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later messages would get the files of earlier ones."""
+    here, there = pair(Shown)
+    here.send(Shown([1], [SharedBytes.of(b"x")]))
+    monkeypatch.setattr(module, "MOST_FILES", 0)
+
+    async def all_of() -> list[Any]:
+        return [message async for message in there.receive()]
+
+    assert asyncio.run(all_of()) == []
+    here.close()
+    there.close()
+
+
+def test_a_message_whose_file_is_missing_is_damaged() -> None:
+    ours, theirs = socket.socketpair()
+    here: Channel[Any] = Channel(ours, Shown)
+    content = msgspec.msgpack.encode([[1], [5]])
+    theirs.send(len(content).to_bytes(LENGTH, "little") + content)
+    with pytest.raises(NotImplementedError, match="no file came"):
+        asyncio.run(taken(here, 1))
+    here.close()
+    theirs.close()

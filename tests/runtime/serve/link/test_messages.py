@@ -17,6 +17,7 @@ from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stats import Load, OfSource, Speculated
 from lowbit.runtime.images.picture import Picture, Pixels
+from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.serve.link.messages import (
     Begin,
     Constraints,
@@ -45,7 +46,17 @@ REQUEST = Request(
 
 
 def carried(message: object, kind: object) -> object:
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
+    """A message as another process gets it, which a channel gives the files of shared bytes."""
+    files: list[SharedBytes] = []
+
+    def share(found: SharedBytes) -> int:
+        files.append(found)
+        return found.size
+
+    data = msgspec.msgpack.encode(message, enc_hook=share)
+    assert len(data) < 6000
+    found: object = msgspec.msgpack.decode(data, type=kind, dec_hook=lambda *_: files.pop(0))
+    return found
 
 
 def test_a_request_arrives_with_all_that_the_engine_looks_at() -> None:
@@ -100,14 +111,14 @@ def test_images_are_carried_as_their_files() -> None:
 
 
 def test_a_picture_in_several_places_is_carried_once_with_its_pixels() -> None:
-    cat = Picture(b"\x89PNG" * 500, SETTINGS, 1, 2, b"cat", Pixels(3, 1, bytearray(range(9))))
+    shared = SharedBytes.of(bytes(range(9)))
+    cat = Picture(b"\x89PNG" * 500, SETTINGS, 1, 2, b"cat", Pixels(3, 1, shared))
     dog = Picture(b"\xff\xd8\xff", SETTINGS, 1, 1, b"dog")
     shown = ((cat, 0), (dog, 2), (cat, 3))
     spans = tuple(span_of(each, start, EmbedderElsewhere()) for each, start in shown)
     message = begin_of([4], "abc", [replace(REQUEST, images=spans)], Constraints())
     assert cat.pixels is not None
     assert not cat.pixels.rgb  # they are not kept as long as the answer
-    assert len(msgspec.msgpack.encode(message)) < 3000
     found = carried(message, ToEngine)
     assert isinstance(found, Begin)
     [request] = found.requests(EmbedderElsewhere())
@@ -120,6 +131,7 @@ def test_a_picture_in_several_places_is_carried_once_with_its_pixels() -> None:
     assert pictures[0] is pictures[2]
     pixels = pictures[0].take_pixels()
     assert (pixels.width, pixels.height, pixels.rgb) == (3, 1, bytearray(range(9)))
+    assert not shared._close.alive  # a descriptor is not kept as long as a prompt waits
     assert pictures[1].pixels is None
 
 
