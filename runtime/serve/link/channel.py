@@ -170,7 +170,7 @@ class Channel(Generic[Received]):
             self._writing = None
 
     async def _receive(self) -> bytes:
-        """What has come, with its files, as soon as something has; empty at the end.
+        """Bytes that have come, as soon as there are some; empty at the end. Keeps their files.
 
         Raises:
             OSError: the connection is broken, or this process may open no more files.
