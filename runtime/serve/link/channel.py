@@ -10,8 +10,9 @@ import errno
 import os
 import socket
 import threading
+from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +22,7 @@ from lowbit.runtime.images.shared import SharedBytes
 
 LENGTH = 4  # bytes before each message
 READ = 1 << 18  # bytes that are read at once
-MOST_FILES = 253  # that Linux sends at once
+SPACE = socket.CMSG_SPACE(253 * array("i").itemsize)  # as many files as Linux sends at once
 FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # processes that this one starts get no files
 Received = TypeVar("Received")
 
@@ -54,6 +55,7 @@ class Channel(Generic[Received]):
         self._lock = threading.Lock()
         self._files: list[SharedBytes] = []  # of the message that is being encoded
         self._waiting: deque[_Part] = deque()  # what the socket had no room for
+        self._buffer = memoryview(bytearray(READ))  # a new one for each read takes 20 us
         self._read = bytearray()  # the beginning of a message
         self._descriptors: deque[int] = deque()  # that came with messages not yet decoded
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -65,16 +67,17 @@ class Channel(Generic[Received]):
         It goes straight into the socket: to wake an event loop first would cost a thread's turn.
         """
         with self._lock:
-            self._files = []
+            if self._files:
+                self._files = []
             content = self._encode(message)
-            part = _Part(bytearray(len(content).to_bytes(LENGTH, "little") + content), self._files)
-            self._files = []
-            if not self._waiting and self._sent(part):
+            data, files = len(content).to_bytes(LENGTH, "little") + content, self._files
+            sent = 0 if self._waiting else self._sent(data, files)
+            if sent == len(data):
                 return
-            if not part.files and self._waiting:
-                self._waiting[-1].data += part.data
+            if self._waiting and not files:
+                self._waiting[-1].data += data
             else:
-                self._waiting.append(part)
+                self._waiting.append(_Part(bytearray(data[sent:]), () if sent else files))
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._write_soon)
@@ -87,12 +90,12 @@ class Channel(Generic[Received]):
             for message in self._whole():
                 yield message
             try:
-                part = await self._receive()
+                count = await self._receive()
             except OSError:
                 return
-            if not part:
+            if not count:
                 return
-            self._read += part
+            self._read += self._buffer[:count]
 
     def _whole(self) -> Iterator[Received]:
         """The messages that have come whole; whoever stops here may go on later."""
@@ -135,21 +138,19 @@ class Channel(Generic[Received]):
             raise NotImplementedError(f"no file came for {kind.__name__}")
         return SharedBytes(self._descriptors.popleft(), size)
 
-    def _sent(self, part: _Part) -> bool:
-        """Send what the socket takes at once; True if that is all, or nobody reads any more."""
+    def _sent(self, data: bytes | bytearray, files: Sequence[SharedBytes]) -> int:
+        """Number of bytes that the socket takes at once; all if nobody reads any more.
+
+        The files go with the first of them.
+        """
         try:
-            if part.files:
-                numbers = [each.descriptor for each in part.files]
-                count = socket.send_fds(self._socket, [part.data[:READ]], numbers)
-                part.files = ()
-            else:
-                count = self._socket.send(part.data)
+            if files:
+                return socket.send_fds(self._socket, [data], [each.descriptor for each in files])
+            return self._socket.send(data)
         except BlockingIOError:
-            return False
-        except OSError as error:
-            return error.errno != errno.ETOOMANYREFS  # more files on their way than may be
-        del part.data[:count]
-        return not part.data
+            return 0
+        except OSError as error:  # too many: more files are on their way than the system lets be
+            return 0 if error.errno == errno.ETOOMANYREFS else len(data)
 
     def _write_soon(self) -> None:
         """Write what waits, on the event loop."""
@@ -161,43 +162,68 @@ class Channel(Generic[Received]):
         try:
             while True:
                 with self._lock:
-                    while self._waiting and self._sent(self._waiting[0]):
+                    while self._waiting and self._write_part(self._waiting[0]):
                         self._waiting.popleft()
                     if not self._waiting:
                         return
-                await self._turn(loop.add_writer, loop.remove_writer)
+                room = asyncio.Event()
+                loop.add_writer(self._socket, room.set)
+                try:
+                    await room.wait()
+                finally:
+                    loop.remove_writer(self._number)
         finally:
             self._writing = None
 
-    async def _receive(self) -> bytes:
-        """Bytes that have come, as soon as there are some; empty at the end. Keeps their files.
+    def _write_part(self, part: _Part) -> bool:
+        """Write what the socket takes; True if that is all."""
+        if sent := self._sent(part.data, part.files):
+            del part.data[:sent]
+            part.files = ()
+        return not part.data
+
+    async def _receive(self) -> int:
+        """Bytes that have come into the buffer, as soon as there are some; 0 at the end.
 
         Raises:
             OSError: the connection is broken, or this process may open no more files.
         """
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                found = socket.recv_fds(self._socket, READ, MOST_FILES, FLAGS)
-            except BlockingIOError:
-                await self._turn(loop.add_reader, loop.remove_reader)
-                continue
-            data, descriptors, flags, _ = found
-            self._descriptors += descriptors
-            if flags & socket.MSG_CTRUNC:
-                raise OSError("files of a message were lost")
-            return data
-
-    async def _turn(
-        self, add: Callable[..., object], remove: Callable[[socket.socket | int], object]
-    ) -> None:
-        """Wait until the socket has room, or something has come."""
-        turn = asyncio.Event()
-        add(self._socket, turn.set)
         try:
-            await turn.wait()
+            return self._received()
+        except BlockingIOError:
+            pass
+        loop = asyncio.get_running_loop()
+        coming: asyncio.Future[int] = loop.create_future()
+        loop.add_reader(self._socket, self._settle, coming)
+        try:
+            return await coming
         finally:
-            remove(self._number)
+            loop.remove_reader(self._number)
+
+    def _settle(self, coming: asyncio.Future[int]) -> None:
+        """Take what has come for whoever waits; the loop would call again if it were left."""
+        if coming.done():
+            return
+        try:
+            coming.set_result(self._received())
+        except BlockingIOError:
+            return
+        except OSError as error:
+            coming.set_exception(error)
+
+    def _received(self) -> int:
+        """Bytes that have come into the buffer; their files are kept.
+
+        Raises:
+            BlockingIOError: nothing has come.
+            OSError: see `_receive`.
+        """
+        count, beside, flags, _ = self._socket.recvmsg_into([self._buffer], SPACE, FLAGS)
+        for _, _, descriptors in beside:
+            self._descriptors += memoryview(descriptors).cast("i")
+        if flags & socket.MSG_CTRUNC:
+            raise OSError("files of a message were lost")
+        return count
 
 
 def _end(buffer: bytearray, first: int) -> int | None:

@@ -220,12 +220,23 @@ def test_files_that_the_system_loses_end_what_comes(monkeypatch: pytest.MonkeyPa
     """Later messages would get the files of earlier ones."""
     here, there = pair(Shown)
     here.send(Shown([1], [SharedBytes.of(b"x")]))
-    monkeypatch.setattr(module, "MOST_FILES", 0)
+    monkeypatch.setattr(module, "SPACE", 0)
 
     async def all_of() -> list[Any]:
         return [message async for message in there.receive()]
 
     assert asyncio.run(all_of()) == []
+    here.close()
+    there.close()
+
+
+def test_a_message_that_cannot_be_sent_leaves_no_file_to_the_next() -> None:
+    here, there = pair(Shown)
+    with pytest.raises(NotImplementedError, match="no message carries object"):
+        here.send(Shown([1], [SharedBytes.of(b"x"), object()]))  # type: ignore[list-item]
+    here.send(Shown([2], [SharedBytes.of(b"y")]))
+    [found] = asyncio.run(taken(there, 1))
+    assert contents(found) == (2, [b"y"])
     here.close()
     there.close()
 
