@@ -23,12 +23,14 @@ class PromptImages:
 
     Attributes:
         prepared: `prepare` has been called.
+        full: the images of others fill the memory for the next one, which is begun later.
     """
 
     spans: tuple[ImageSpan, ...]  # in the order of their tokens
     positions: PromptPositions  # of the prompt's tokens
     hidden: int  # numbers of an embedding
     prepared: bool = False
+    full: bool = False
     _made: dict[int, Tensor] = field(default_factory=dict)  # embeddings of spans, by start
     _work: Iterator[Tensor | Future[Any] | None] | None = None  # on the first that is not made
     _ahead: deque[ImageSpan] = field(default_factory=deque)  # that no thread has begun with
@@ -60,20 +62,23 @@ class PromptImages:
         """Let other threads begin with the next images while fewer than AHEAD are under way.
 
         Where a thread makes the embeddings themselves an image is under way until they are there;
-        where it makes what the engine's own thread needs for that, until they have been made.
+        where it makes what the engine's own thread needs for that, until they have been made. One
+        for which there is no memory stays the next.
 
         Args:
             beside: start of the image that is being made, which does not count.
         """
-        free = self._free(beside)
+        free, self.full = self._free(beside), False
         while free > 0 and self._ahead:
-            span = self._ahead.popleft()
-            if _is_made(span) or span.start in self._made:
-                continue
-            future = span.embeddings.prepare()  # type: ignore[union-attr]
-            if future is not None:
+            span = self._ahead[0]
+            if not (_is_made(span) or span.start in self._made):
+                future = span.embeddings.prepare()  # type: ignore[union-attr]
+                if future is None:
+                    self.full = True
+                    return
                 self._begun[span.start] = future
                 free -= not _has_embeddings(future)
+            self._ahead.popleft()
 
     def _free(self, beside: int | None = None) -> int:
         """Images that may be begun now; none where one has failed, which ends the request."""
@@ -91,7 +96,8 @@ class PromptImages:
         """True until the prompt can be given room: it waits, or more is to be begun."""
         while self._ahead and _is_made(self._ahead[0]):
             self._ahead.popleft()
-        return bool(self.waits()) or (bool(self._ahead) and self._free() > 0)
+        more = bool(self._ahead) and not self.full and self._free() > 0
+        return more or bool(self.waits())
 
     def leave(self) -> None:
         """Let go of what threads do for the prompt, from any thread: it has been cancelled."""
@@ -120,6 +126,8 @@ class PromptImages:
                 self._work = source()
                 if not self.prepared:
                     self.prepare(span.stop)
+                while self._ahead and self._ahead[0].start <= span.start:
+                    self._ahead.popleft()
                 self.begin_ahead(beside=span.start)
             work, self._work = self._work, None  # forgotten if it raises
             for piece in work:

@@ -157,7 +157,8 @@ class Scheduler:
 
         A sequence gets no room before they have ended, so that others do not wait for them too.
         Few are under way at a time, and clients take turns: the first sequences of all come before
-        the second ones.
+        the second ones. Those for whose images there is no memory get room as if they had none,
+        unless there is some before their turn comes.
         """
         turns: dict[str, int] = {}  # of each client
         ranked = []
@@ -168,11 +169,13 @@ class Scheduler:
                 turn = turns[each.request.client] = turns.get(each.request.client, 0) + 1
                 ranked.append((turn, images))
         under_way = {future for _, images in ranked for future in images.waits()}
+        full = False
         for _, images in sorted(ranked, key=itemgetter(0)):
-            if len(under_way) >= MOST_AHEAD:
-                break
-            images.begin_ahead()
-            under_way.update(images.waits())
+            images.full = full
+            if not full and len(under_way) < MOST_AHEAD:
+                images.begin_ahead()
+                full = images.full
+                under_way.update(images.waits())
 
     def wait_for_images(self, seconds: float) -> bool:
         """Wait for the next image that a thread prepares; False if no prompt waits for one."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.image_settings import CHANNELS, ImageSettings, image_settings
+from lowbit.formats.machine.memory import free_bytes
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 from lowbit.runtime.engine.image_input import ImageInput
 from lowbit.runtime.engine.memory import gigabytes
@@ -38,7 +39,9 @@ from lowbit.runtime.models.vision import (
 )
 
 log = logging.getLogger("lowbit")
-AHEAD_BYTES = 256 << 20  # of pixels, or of a CPU's embeddings, that are made before their turn
+# Of pixels, or of a CPU's embeddings, that are made before their turn; more if the machine has it
+AHEAD_BYTES = 256 << 20
+AHEAD_SHARE = 8  # part of the free memory that they may take as well
 THREADS = 2  # decode pictures and resize them
 LEAST_PATCHES = 8192  # for which a GPU must have room: a screen of 1920 x 1080
 
@@ -119,7 +122,9 @@ class Vision:
         others = [each() for each in begun.valuerefs()]
         taken = sum(each.size_bytes for each in others if each is not None)
         if taken and taken + own > AHEAD_BYTES:
-            return None
+            free = free_bytes("cpu")
+            if free is None or taken + own > free // AHEAD_SHARE:
+                return None
         try:
             return self._run_of(picture) if on_cpu else self._cut_of(picture)
         except RuntimeError:  # no thread can be started: it is tried again when its turn comes

@@ -96,6 +96,8 @@ def test_few_embeddings_are_made_before_their_turn(
     monkeypatch.setattr(module, "AHEAD_BYTES", vision._embedding_bytes(cat))
     begun = vision.prepare(cat)
     assert begun is not None
+    assert vision.prepare(dog) is not None  # the machine has memory
+    monkeypatch.setattr(module, "AHEAD_SHARE", 1 << 40)  # no machine has that much
     assert vision.prepare(dog) is None
     assert embedded(vision, dog).shape == (dog.rows * dog.columns, 64)
     del begun

@@ -327,6 +327,47 @@ def test_clients_take_turns_with_their_images(hub: Hub, fresh: Callable[..., low
         assert said(each) == expected
 
 
+def test_an_image_without_memory_is_begun_once_there_is_some(
+    hub: Hub, fresh: Callable[..., lowbit.Model]
+) -> None:
+    """Until then its prompt may have room, or nobody would free any; those behind are not asked."""
+    plain = hub.prompt(20, CAT, [END], STRIP, 9)
+    expected, model = said(submitted(fresh(), plain)), fresh()
+    scheduler = model.engine.scheduler
+    asks = [with_towers(plain) for _ in range(2)]
+    handles = [model.engine.submit(asked(prompt)) for prompt, _ in asks]
+    towers = [tower for _, each in asks for tower in each]
+    scheduler.admit()
+    images = [each.images for each in scheduler.waiting if each.images is not None]
+    for count in (1, 2):
+        scheduler.prepare_images()
+        assert [tower.prepared for tower in towers] == [count, 0, 0, 0]
+        assert [(each.full, each.late) for each in images] == [(True, False)] * 2
+    for tower in towers:
+        tower.cut = Future()
+    scheduler.prepare_images()
+    assert [tower.prepared for tower in towers] == [3, 1, 1, 1]
+    assert [(each.full, each.late) for each in images] == [(False, True)] * 2
+    assert said(submitted(model, hub.prompt(20, seed=1), 3))
+    assert [each.phase for each in scheduler.queued] == ["waiting"] * 2
+    for tower in towers:
+        assert tower.cut is not None
+        tower.cut.set_result(tower.span.embeddings)
+    for handle in handles:
+        handle.result()
+        assert said(handle) == expected
+
+
+def test_images_whose_turn_has_come_are_not_begun_again(
+    hub: Hub, fresh: Callable[..., lowbit.Model]
+) -> None:
+    lazy, towers = with_towers(hub.prompt(20, CAT, [END], STRIP, 70, DOT, 3))
+    handle = submitted(fresh(), lazy)
+    assert [(tower.prepared, tower.calls) for tower in towers] == [(1, 1), (1, 1), (1, 1)]
+    assert handle._sequence.images is not None
+    assert not handle._sequence.images._ahead
+
+
 def test_a_prompt_whose_images_come_between_two_looks_is_not_refused(
     hub: Hub, fresh: Callable[..., lowbit.Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
