@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowbit.formats.image_settings import CHANNELS, ImageSettings
 from lowbit.runtime.images.decode import ImageLimits, decode_image
-from lowbit.runtime.images.picture import Pixels, digest_of
+from lowbit.runtime.images.picture import Pixels
 from lowbit.runtime.images.resize import resize
 
 
@@ -21,7 +21,6 @@ class ImagePatches:
 
     pixels: Tensor  # [height, width, 3] uint8; both sides are multiples of `settings.factor`
     settings: ImageSettings
-    digest: bytes  # of the file and the settings: the same picture has the same tokens
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -71,7 +70,7 @@ def image_patches(
         RequestError, ResourceError: see `decode_image`.
     """
     resized = resize(pixels or decode_image(content, limits), settings)
-    return ImagePatches(resized, settings, digest_of(content, settings))
+    return ImagePatches(resized, settings)
 
 
 def cut(pixels: Tensor, settings: ImageSettings, dtype: torch.dtype) -> Tensor:

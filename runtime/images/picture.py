@@ -68,9 +68,13 @@ def too_many() -> RequestError:
     return RequestError(f"a prompt may have {MOST_IMAGES} images, this one has more", HINT)
 
 
-def digest_of(content: bytes, settings: ImageSettings) -> bytes:
-    """SHA-256 that only the same file under the same settings has; its size follows from both."""
-    return hashlib.sha256(hashlib.sha256(content).digest() + repr(settings).encode()).digest()
+def digest_of(file: bytes, settings: ImageSettings) -> bytes:
+    """SHA-256 that only the same file under the same settings has; its size follows from both.
+
+    Args:
+        file: SHA-256 of its content.
+    """
+    return hashlib.sha256(file + repr(settings).encode()).digest()
 
 
 def limited(settings: ImageSettings, detail: object) -> ImageSettings:
@@ -94,14 +98,16 @@ class KnownPictures:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def size_of(
-        self, content: bytes, limits: ImageLimits
+        self, content: bytes, digest: bytes, limits: ImageLimits
     ) -> "tuple[tuple[int, int], Image | None]":
         """Width and height of a file's image, and the image where it was decoded now.
+
+        Args:
+            digest: SHA-256 of the content.
 
         Raises:
             RequestError, ResourceError: see `decode_image`.
         """
-        digest = hashlib.sha256(content).digest()
         with self._lock:
             if (found := self._sizes.get(digest)) is not None:
                 self._sizes.move_to_end(digest)
@@ -138,7 +144,8 @@ class PictureReader:
         if self.count > MOST_IMAGES:
             raise too_many()
         settings = limited(self.settings, detail)
-        digest = digest_of(content, settings)
+        file = hashlib.sha256(content).digest()
+        digest = digest_of(file, settings)
         if (same := self._read.get(digest)) is not None:
             return same
         left = MOST_PROMPT_PIXELS - self.pixels
@@ -147,7 +154,7 @@ class PictureReader:
                 f"the images of a prompt have over {MOST_PROMPT_PIXELS} pixels", HINT
             )
         limits = ImageLimits(most_pixels=min(MOST_PIXELS, left))
-        size, image = self.known.size_of(content, limits)
+        size, image = self.known.size_of(content, file, limits)
         pixels = None
         if image is not None:
             self.pixels += size[0] * size[1]

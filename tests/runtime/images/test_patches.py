@@ -1,6 +1,5 @@
 """Patches of image files, against transformers' image processor."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,19 +57,6 @@ def test_patches_and_grid_are_those_of_transformers(size: tuple[int, int]) -> No
 )
 def test_other_settings(changes: dict[str, Any]) -> None:
     check_patches((301, 170), PROCESSOR | changes)
-
-
-def test_the_digest_tells_files_and_settings_apart() -> None:
-    content = saved(picture(64, 64))
-    digests = {
-        image_patches(content, SETTINGS).digest,
-        image_patches(saved(picture(64, 64, seed=1)), SETTINGS).digest,
-        image_patches(content, replace(SETTINGS, most_pixels=5000)).digest,
-        image_patches(content, replace(SETTINGS, mean=(0.4, 0.5, 0.5))).digest,
-    }
-    assert len(digests) == 4
-    assert {len(digest) for digest in digests} == {32}
-    assert image_patches(content, SETTINGS).digest in digests
 
 
 def test_a_damaged_file_is_refused() -> None:

@@ -71,7 +71,7 @@ def random_patches(tower: VisionTower, rows: int, columns: int, seed: int = 0) -
     size = (grid[0] * patch, grid[1] * patch, 3)
     pixels = torch.randint(256, size, generator=generator, dtype=torch.uint8)
     settings = replace(SETTINGS, patch=patch, merge=merge, temporal=temporal)
-    return ImagePatches(pixels, settings, b"")
+    return ImagePatches(pixels, settings)
 
 
 def apart(found: Tensor, expected: Tensor) -> float:

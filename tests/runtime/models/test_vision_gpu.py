@@ -25,7 +25,7 @@ def random_patches(grid: tuple[int, int]) -> ImagePatches:
     generator = torch.Generator().manual_seed(sum(grid))
     size = (16 * grid[0], 16 * grid[1], 3)
     pixels = torch.randint(256, size, generator=generator, dtype=torch.uint8)
-    return ImagePatches(pixels, SETTINGS, b"")
+    return ImagePatches(pixels, SETTINGS)
 
 
 @torch.no_grad()
