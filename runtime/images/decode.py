@@ -230,10 +230,11 @@ def _upper_bytes(image: "Image") -> "Image":
     from PIL import Image, ImageChops
 
     content = image.tobytes()
-    upper, lower = (Image.frombytes("L", image.size, content[first::2]) for first in (1, 0))
+    upper = Image.frombytes("L", image.size, content[1::2])
     clear = image.info.get("transparency")
     if clear is None:
         return upper
+    lower = Image.frombytes("L", image.size, content[::2])
     differ = [
         part.point([255 * (value != byte) for value in range(256)])
         for part, byte in ((upper, clear >> 8), (lower, clear & 255))
