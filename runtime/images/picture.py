@@ -28,7 +28,8 @@ DETAIL_PIXELS: Mapping[Detail, int] = {
 MOST_IMAGES = 100  # of a prompt
 MOST_PROMPT_PIXELS = 1 << 28  # of all images of a prompt, decoded one behind another
 MOST_KNOWN = 4096  # images whose sizes are remembered
-MOST_KEPT_PIXELS = 1 << 22  # decoded ones of a prompt that are handed on to the engine
+# Decoded pixels of a prompt that are handed on to the engine: those of a screen of 3840 x 2160
+MOST_KEPT_PIXELS = 1 << 23
 HINT = "leave out the oldest ones"
 
 
