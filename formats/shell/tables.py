@@ -7,7 +7,7 @@ can be printed directly. Only `styled` gives text a style.
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import IO, Any
@@ -15,8 +15,9 @@ from typing import IO, Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.padding import Padding
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lowbit.formats.printable import printable
@@ -32,7 +33,9 @@ Part = str | tuple[str, str]  # text, or text and its style
 Progressed = Callable[[str, int, int], None]  # phase, done, total
 Clock = Callable[[], float]
 MINUTE = 60.0  # seconds between two lines about progress
-PIECE = re.compile(r"[^ ._/-]*[ ._/-]+|[^ ._/-]+")  # what may end a line
+# What may end a line; a dot between two digits does not.
+PIECE = re.compile(r"(?:[^ ._/-]|(?<=\d)\.(?=\d))*(?:(?!(?<=\d)\.(?=\d))[ ._/-])+|[^ _/-]+")
+READABLE = 12  # columns that a longer text needs at least, lest a table be a column of syllables
 ECHO = 8  # columns that bars leave for what the keyboard echoes, four times `^C`
 
 
@@ -132,7 +135,56 @@ class Headed(Table):
         """Print the heading, if any, on a line of its own, then the table."""
         if self.heading:
             yield Text(printable(self.heading), style="italic")
+        room = options.max_width - self._extra_width
+        needs = [self._need(console, options, column) for column in self.columns]
+        if sum(need.minimum for need in needs) > room:
+            yield from self._stacked()
+            return
+        shared = _share_out(room, needs)
+        for index, column in enumerate(self.columns):
+            column.width = shared[index] - self._get_padding_width(index)
         yield from super().__rich_console__(console, options)
+
+    def _need(self, console: Console, options: ConsoleOptions, column: Column) -> Measurement:
+        """Columns of the screen at which all of a column can be read, its padding included.
+
+        rich alone would narrow text to nothing, then cut figures.
+        """
+        column.width = None  # of an earlier print
+        found = self._measure_column(console, options.update(max_width=UNFOLDED), column)
+        if column.no_wrap:
+            return Measurement(found.maximum, found.maximum)
+        return Measurement(max(found.minimum, min(found.maximum, READABLE)), found.maximum)
+
+    def _stacked(self) -> Iterator[RenderableType]:
+        """Each row as its first cells, and below it what the other columns say."""
+        names = [str(column.header) for column in self.columns]
+        for row in zip(*(column.cells for column in self.columns), strict=True):
+            texts = [cell.text if isinstance(cell, Folding) else cell for cell in row]
+            cells = [
+                text if isinstance(text, Text) else Text(printable(str(text))) for text in texts
+            ]
+            said = [
+                Text.assemble(Text(f"{printable(name)} " if name else "", style="dim"), cell)
+                for name, cell in zip(names[1:], cells[1:], strict=True)
+                if cell.plain
+            ]
+            yield Folding(cells[0])
+            if said:
+                yield Padding(Text(", ").join(said), (0, 0, 0, 2))
+
+
+def _share_out(room: int, needs: Sequence[Measurement]) -> list[int]:
+    """Give each column what it needs, then the rest to those that want more, evenly."""
+    widths = [need.minimum for need in needs]
+    rest = room - sum(widths)
+    while wanting := [n for n, need in enumerate(needs) if widths[n] < need.maximum]:
+        if rest <= 0:
+            break
+        for n in wanting[:rest]:
+            widths[n] += 1
+        rest -= min(rest, len(wanting))
+    return widths
 
 
 def plain_table(heading: str, text: Iterable[str], figures: Iterable[str] = ()) -> Table:

@@ -28,12 +28,14 @@ SLOW = 0.8  # of the expected speed: no model of BENCHMARKS.md is as slow on an 
 ARBITRARY = "drafts follow a prompt of arbitrary tokens; with real text more or fewer are accepted"
 BUSY = 0.8  # share of a core that a process uses, beyond which it may be what limits a load
 LATE_S = 0.02  # of a request, beyond which its arrival is no longer that of the process
+TOO_MUCH = "!"  # behind the memory of a model that does not fit
+PER_TOKEN = "per token: bytes that are read for one"
 EXPLAINED = {
-    "cuda": "expected: the read, and the time a layer took beyond it on one H200 (BENCHMARKS.md); "
-    "other GPUs may need more or less",
-    "cpu": "expected: 40 % of the bandwidth, which two cores of an AMD EPYC reached beside other "
-    "work, and the time of calls, measured now; prompt: of 512 tokens, by the speed of products, "
-    "measured now; lowbit-run bench MODEL measures both",
+    "cuda": f"{PER_TOKEN}; expected: the read, and the time a layer took beyond it on one H200 "
+    "(BENCHMARKS.md); other GPUs may need more or less",
+    "cpu": f"{PER_TOKEN}; expected: 40 % of the bandwidth, which two cores of an AMD EPYC reached "
+    "beside other work, and the time of calls, measured now; prompt: of 512 tokens, by the speed "
+    "of products, measured now; lowbit-run bench MODEL measures both",
 }
 
 
@@ -53,7 +55,7 @@ def show_speed(speed: "Speed") -> None:
     name = "this processor" if speed.device == "cpu" else speed.name
     title = f"one answer at a time on {name}, which reads {gigabytes(int(speed.bandwidth))}/s"
     prompts = ("prompt",) if speed.device == "cpu" else ()
-    columns = ("a token reads", "at most", "expected", "share", *prompts, "memory")
+    columns = ("per token", "at most", "expected", "share", *prompts, "memory")
     table = plain_table(title, ("model",), columns)
     for each in speed.models:
         memory, prompt = gigabytes(each.memory_bytes), each.prompt_tokens_per_s
@@ -64,10 +66,12 @@ def show_speed(speed: "Speed") -> None:
             f"{_speed(each.tokens_per_s)} tok/s",
             f"{each.share:.0%}",
             *(() if prompt is None else (f"{_speed(prompt)} tok/s",)),
-            styled(memory, (" too much", "yellow")) if each.fits is False else memory,
+            styled((f"{memory} {TOO_MUCH}", "yellow")) if each.fits is False else memory,
         )
     console = results()
     console.print(table)
+    if any(each.fits is False for each in speed.models):
+        console.print(f"{TOO_MUCH} more memory than is free")
     console.print(EXPLAINED[speed.device])
     if any(each.recipe is not None for each in speed.models):
         console.print("weights: INT4, as lowbit-convert makes them and --quantize int4 loads them")

@@ -87,6 +87,42 @@ def test_rows_are_not_folded_into_a_pipe(monkeypatch: pytest.MonkeyPatch) -> Non
     assert max(map(len, shown(wide, Terminal()).splitlines())) <= 40
 
 
+@pytest.mark.parametrize("width", range(24, 100, 4))
+def test_nothing_is_cut_however_narrow_the_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
+    table = plain_table("", ("model", "verdict"), ("at most", "expected", "memory"))
+    table.add_row("Qwen3.5-35B-A3B", styled(("Not judged", "dim")), "1,700 tok/s", "", "18.95 GB")
+    table.add_row("x", "", "2 tok/s", "1 tok/s", "7 GB")
+    said = shown(table, Terminal())
+    assert "…" not in said
+    assert max(map(len, said.splitlines())) <= width
+    words = "Qwen3.5- A3B Not judged 1700 18.95 verdict at most expected memory x 2 tok/s 1 7 GB"
+    assert set(words.split()) <= set(said.replace("-", "- ").replace(",", "").split())
+
+
+def test_text_keeps_its_parts_together_beside_figures_that_leave_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "35")
+    monkeypatch.setenv("NO_COLOR", "1")
+    table = plain_table("", ("model",), ("at most", "memory"))
+    table.add_row("Qwen3.5-35B-A3B", "1,700 tok/s", "7 GB")
+    row = [line.strip() for line in shown(table, Terminal()).splitlines() if "tok/s" in line]
+    assert row == ["Qwen3.5-35B-  1,700 tok/s    7 GB"]
+
+
+def test_a_row_without_room_for_columns_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("NO_COLOR", "1")
+    table = plain_table("heading", ("model",), ("at most", "expected", "memory"))
+    table.add_row("Qwen3-8B", "1,700 tok/s", "", "7 GB")
+    lines = [line.strip() for line in shown(table, Terminal()).splitlines()]
+    assert lines == ["heading", "Qwen3-8B", "at most 1,700 tok/s, memory", "7 GB"]
+
+
 def test_names_are_folded_behind_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("NO_COLOR", "1")
