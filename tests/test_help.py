@@ -95,6 +95,7 @@ def test_sections_show_every_option_once(name: str) -> None:
         if isinstance(option, click.Option):
             found = re.findall(rf"^  (?:-\w, )?{option.opts[0]}(?![\w-])", listed, re.MULTILINE)
             assert len(found) == 1, option.name
+    assert not re.search(r"^  \[?(MODEL|PROMPT)", listed, re.MULTILINE)  # an argument is no option
     assert titles == [title for title in (*command.sections, OTHER) if title in titles]
     assert len(titles) >= 5
 

@@ -14,6 +14,7 @@ from lowbit.formats.printable import printable
 SCHEMA = 1  # version of every object that --json prints
 # Blanks and a word; a command in backticks is one, so that it can be copied.
 WORD = re.compile(r"([^\S\n]*)((?:`[^`\n]*`|\S)+)")
+GAP = re.compile(r"\s*\S.*?\s{2,}(?=\S)")
 
 
 def print_json(content: dict[str, Any]) -> None:
@@ -66,12 +67,17 @@ def _columns(file: IO[str]) -> int | None:
 
 
 def _fold(line: str, width: int) -> str:
-    """A line in pieces of at most `width` characters, longer only where one word is."""
+    """A line in pieces of at most `width` characters, longer only where one word is.
+
+    What follows a gap of several blanks is a column, below which its next lines begin.
+    """
+    gap = GAP.match(line)
+    hang = gap.end() if gap is not None and 2 * gap.end() <= width else 0
     parts: list[str] = []
     used = 0
     for blanks, word in WORD.findall(line):
-        if used and used + len(blanks) + len(word) > width:
-            blanks, used = "\n", -1
+        if used > hang and used + len(blanks) + len(word) > width:
+            blanks, used = "\n" + " " * hang, -1
         parts += blanks, word
         used += len(blanks) + len(word)
     return "".join(parts)

@@ -24,6 +24,8 @@ class Sectioned(click.Command):
         rows: dict[str, list[tuple[str, str]]] = {title: [] for title in (*self.sections, OTHER)}
         titles = {name: title for title, names in self.sections.items() for name in names}
         for parameter in self.get_params(ctx):
+            if isinstance(parameter, click.Argument):  # the usage line and the text name it
+                continue
             row = parameter.get_help_record(ctx)
             if row is not None:
                 rows[titles.get(parameter.name or "", OTHER)].append(row)

@@ -70,7 +70,9 @@ if TYPE_CHECKING:
     "max_new_tokens, stop, thinking, max_thinking_tokens, json_schema (an object), raw and "
     "sampling settings of its own. A line that fails is answered by its `error`.",
 )
-@sequences_option(help="With --prompts: lines that are answered together.")
+@sequences_option(
+    help="With --prompts: lines that are answered together.", default=None, shown=str(SEQUENCES)
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -109,6 +111,8 @@ def generate(
     check_command(name)
     check_model(name)
     _check_prompts(prompt, prompts, out, as_json)
+    if options.max_sequences is not None and prompts is None:
+        raise click.UsageError("--sequences is for --prompts.")
     _check_images(images, prompts, settings)
     if (
         not images

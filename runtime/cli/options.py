@@ -322,10 +322,13 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Answers": (
         *("max_new_tokens", "stop", "system", "thinking", "max_thinking_tokens", "json_schema"),
-        "raw",
+        *("images", "raw"),
     ),
     "Sampling": tuple(SETTINGS),
-    "Many at a time": ("prompts", "out", "max_sequences", "queue", "request_timeout"),
+    "Many at a time": (
+        *("prompts", "out", "max_sequences", "client_sequences", "queue", "request_timeout"),
+        "grammar_memory",
+    ),
     "Measurement": ("prompt_tokens", "new_tokens", "runs", "sampled"),
     "Load on a server": (
         *("clients", "rate", "requests", "warm_up", "most_at_once", "api", "token_ids"),

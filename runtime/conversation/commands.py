@@ -18,11 +18,13 @@ THINKING = {"on": True, "off": False, "default": None}
 OFF = "off"  # what clears a setting
 SLASH = re.compile(r"/(?P<name>[A-Za-z?][\w-]*!?)(?:\s+(?P<argument>.*))?|/", re.DOTALL)
 LONGEST_QUOTE = 60  # characters of a message that a note quotes
-KEYS_HELP = """\
-Alt-Enter, or \\ before Enter, begins a new line; \"\"\" begins and ends a block of
-lines, and pasted lines are one message. Tab completes, Ctrl-R searches earlier
-input, Ctrl-C clears the line or stops an answer, Ctrl-D ends.
-//word sends /word as a message."""
+KEYS_HELP = (
+    'Alt-Enter, or \\ before Enter, begins a new line; """ begins and ends a block of lines, and '
+    "pasted lines are one message",
+    "Tab completes, Ctrl-R searches earlier input, Ctrl-C clears the line or stops an answer, "
+    "Ctrl-D ends",
+    "//word sends /word as a message",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ def run_command(chat: Chat, slash: Slash, *, files: bool = True) -> Outcome:
 def show_help(chat: Chat, argument: str) -> Outcome:
     """List commands and keys."""
     lines = [f"/{name} {it.argument}".ljust(24) + it.help for name, it in COMMANDS.items()]
-    return Outcome(chat, (*lines, *KEYS_HELP.split("\n")))
+    return Outcome(chat, (*lines, *KEYS_HELP))
 
 
 def system(chat: Chat, argument: str) -> Outcome:

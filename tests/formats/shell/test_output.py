@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowbit.formats.shell.output import note, print_json
+from lowbit.formats.shell.output import folded, note, print_json
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -56,3 +56,32 @@ def test_notes_are_one_safe_line_on_stderr(capsys: pytest.CaptureFixture[str]) -
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "kept in \\x1b[2J\\nhere\n"
+
+
+class Terminal(io.StringIO):
+    """A file that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("line", "lines"),
+    [
+        (
+            "/system [TEXT]  show it, set it, or clear it",
+            "/system [TEXT]  show it, set|it, or clear it",
+        ),
+        (
+            "/set  show or change sampling as you like",
+            "/set  show or change sampling|      as you like",
+        ),
+        ("one two  three four five six seven", "one two  three four five six|         seven"),
+        ("one two three four five six seven", "one two three four five six|seven"),
+    ],
+)
+def test_a_second_column_stays_one_if_it_begins_in_the_first_half(
+    line: str, lines: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    assert folded(line, Terminal()).split("\n") == lines.split("|")

@@ -136,6 +136,12 @@ def test_a_failing_line_does_not_hold_the_others_up(run: Run) -> None:
     assert "2 answered, 5 failed" in done.stderr
 
 
+def test_sequences_without_a_file_of_prompts_are_refused() -> None:
+    done = CliRunner().invoke(main, [str(BUNDLED), "Hi", "--sequences", "16"])
+    assert done.exit_code == 2
+    assert "--sequences is for --prompts" in done.stderr
+
+
 @pytest.mark.parametrize("count", ["0", "257", "-1", "x"])
 def test_so_many_sequences_are_not_run_together(run: Run, count: str) -> None:
     done = run(LINES, "--sequences", count)
