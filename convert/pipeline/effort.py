@@ -11,8 +11,8 @@ from lowbit.convert.budget.lookup import CPU_WINDOWS, WINDOW, WINDOWS
 from lowbit.convert.budget.sensitivity import DRAWS
 from lowbit.convert.budget.target import TargetRequest
 from lowbit.convert.original.device import device_name
-from lowbit.convert.pipeline.estimate import DRAFTER, expected_windows, obstacle_of
-from lowbit.convert.plan.calibration_cost import Windows, shapes_of
+from lowbit.convert.pipeline.estimate import DRAFTER, expected_windows, obstacle_of, units_of
+from lowbit.convert.plan.calibration_cost import Windows, measured_rate, shapes_of
 from lowbit.convert.plan.choice_of_method import needs_no_calibration
 from lowbit.convert.plan.effort import Costs, Effort, EffortPlan, Facts, Way, choose_way
 from lowbit.convert.plan.memory import (
@@ -59,7 +59,8 @@ def plan_effort(
     def fits(way: Way) -> bool:
         return _fits(source, facts, way)
 
-    return choose_way(effort, facts, fits, device_name(device))
+    rate = measured_rate(device, facts.shapes)
+    return choose_way(effort, facts, fits, device_name(device), rate)
 
 
 def gather_facts(
@@ -75,7 +76,7 @@ def gather_facts(
     uncalibrated = "calibration has nothing to gain at 8 bits"
     return Facts(
         device=kind,
-        units=_units(device),
+        units=units_of(device),
         shapes=shapes_of(source.config, plan.schemes, source.tensors),
         sets=len(fused_sets(source.config, source.tensors)),
         windows=expected_windows(calibration, context, kind),
@@ -110,12 +111,6 @@ def effort_line(made: EffortPlan) -> str:
     if made.better is None:
         return line
     return f"{line}; --effort high: {made.better}, {about(made.better_seconds)}"
-
-
-def _units(device: torch.device) -> int:
-    if device.type == "cpu":
-        return torch.get_num_threads()
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _fixed_bits(source: Checkpoint, recipe: Recipe) -> str | None:

@@ -12,11 +12,11 @@ from lowbit.convert.original.rotation import rotation_bytes, why_not_rotated
 from lowbit.convert.pipeline.folder import check_small_files, name_of_copy, passed_through
 from lowbit.convert.pipeline.predicted_size import SourceFiles, files_of
 from lowbit.convert.plan.calibration_cost import (
-    ROUNDED,
     Windows,
     calibration_flops,
-    calibration_seconds,
-    matmul_rate,
+    conversion_seconds,
+    measured_rate,
+    rounding_seconds,
     shapes_of,
 )
 from lowbit.convert.plan.choice_of_method import (
@@ -117,22 +117,22 @@ def estimate(
     sizes, used = source.sizes, plan.method
     windows = expected_windows(request, sizes.max_position_embeddings, device.type)
     if sizes.block_drafts is not None:  # it is rounded to nearest
-        seconds = _rounding_seconds(sum(plan.parameters.values()), device.type)
+        seconds = rounding_seconds(sum(plan.parameters.values()), device.type, units_of(device))
         rounded = MethodCost(used, seconds, None)
         return Estimate(plan, device, windows, (rounded,), DRAFTER, choice, effort)
     shapes = shapes_of(source.config, plan.schemes, source.tensors)
     obstacle = obstacle_of(source, plan.schemes, plan.written)
-    rate = matmul_rate(device, *shapes.largest)
-    weights = shapes.weights + shapes.vocabulary * shapes.hidden
-    rounding = _rounding_seconds(weights, device.type)
+    told = None if effort is None else effort.rate  # its line and these rows agree
+    rate = told or measured_rate(device, shapes)
+    units = units_of(device)
 
     def cost(method: Method) -> MethodCost:
+        seconds = conversion_seconds(shapes, method, windows, device.type, units, rate)
         if not method.calibrated:
-            return MethodCost(method, rounding, None)
-        seconds = calibration_seconds(shapes, method, windows, device.type, rate)
+            return MethodCost(method, seconds, None)
         threads = torch.get_num_threads()
         memory = calibration_memory(shapes, method, windows, device.type, threads)
-        return MethodCost(method, rounding + seconds, memory)
+        return MethodCost(method, seconds, memory)
 
     shown = methods(obstacle is None, sizes.experts is not None)
     others = () if used in shown else (used,)
@@ -200,6 +200,13 @@ def peak_ram(plan: Plan, device: torch.device) -> int:
     return peak_estimate(elements, core_count(), rotated_bytes, device.type)
 
 
+def units_of(device: torch.device) -> int:
+    """Cores of a CPU that compute, multiprocessors of a GPU."""
+    if device.type == "cpu":
+        return torch.get_num_threads()
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def run_memory(plan: Plan) -> RunMemory:
     """Memory that the result of a plan takes on a GPU."""
     sizes = read_config(plan.config)
@@ -224,7 +231,3 @@ def expected_windows(request: CalibrationRequest, context: int, device: str) -> 
     tokens = max(2, math.ceil(size / BYTES_A_TOKEN))
     length = min(request.length, context, tokens)
     return Windows(min(request.samples or SAMPLES[device], tokens // length), length)
-
-
-def _rounding_seconds(weights: int, device: str) -> float:
-    return weights / (ROUNDED[device] * (core_count() if device == "cpu" else 1))

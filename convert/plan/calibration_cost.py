@@ -21,7 +21,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain
@@ -52,6 +52,11 @@ MULTIPROCESSOR_RATE = 3e11
 # Weights that are read, rounded to nearest and written in a second: Qwen3-1.7B in 27 s on two of
 # the cores, Qwen3-8B in 41 s with an H200.
 ROUNDED = {"cpu": 32e6, "cuda": 200e6}  # on a CPU for each core
+
+# Seconds of a step of autoround on a GPU at least, by the launches of its kernels: SmolLM2-135M
+# takes 99 s for 30 layers on an H200, Coder-0.5B 87 s for 24.
+STEP_SECONDS = {"cpu": 0.0, "cuda": 0.016}
+START_SECONDS = {"cpu": 5.0, "cuda": 15.0}  # of imports and first kernels, where a text is read
 
 LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 RATE_SECONDS = 0.05  # that a measurement of the rate takes
@@ -170,15 +175,36 @@ def operations_a_second(device: str, units: int) -> float:
     return units * (CORE_RATE if device == "cpu" else MULTIPROCESSOR_RATE)
 
 
-def calibration_seconds(
-    shapes: Shapes, method: Method, windows: Windows, device: str, rate: float
+def conversion_seconds(
+    shapes: Shapes, method: Method, windows: Windows, device: str, units: int, rate: float
 ) -> float:
-    """Time of a calibration.
+    """Time of a whole conversion.
 
     Args:
-        rate: operations a second of plain products there.
+        units: cores of a CPU, multiprocessors of a GPU.
+        rate: operations a second of a calibration there.
     """
-    return calibration_flops(shapes, method, windows) / (rate * SHARE[device])
+    weights = shapes.weights + shapes.vocabulary * shapes.hidden
+    seconds = rounding_seconds(weights, device, units)
+    if not method.calibrated:
+        return seconds
+    seconds += START_SECONDS[device]
+    calibration = calibration_flops(shapes, method, windows) / rate
+    if not method.autoround:
+        return seconds + calibration
+    plain = calibration_flops(shapes, replace(method, autoround=False), windows) / rate
+    steps = STEP_SECONDS[device] * AUTOROUND_STEPS * len(shapes.layers)
+    return seconds + max(calibration, plain + steps)
+
+
+def rounding_seconds(weights: int, device: str, units: int) -> float:
+    """Time in which weights are read, rounded to nearest and written."""
+    return weights / (ROUNDED[device] * (units if device == "cpu" else 1))
+
+
+def measured_rate(device: torch.device, shapes: Shapes) -> float:
+    """Operations a second of a calibration, by products that are measured now."""
+    return SHARE[device.type] * matmul_rate(device, *shapes.largest)
 
 
 def matmul_rate(device: torch.device, N: int, K: int) -> float:

@@ -14,7 +14,8 @@ uniform bits by `gptq+rotate` and autoround, which takes 7 to 15 % off; by `gptq
 groups of 32 and 64, too, which kernels for 9 to 64 tokens on Hopper do not take: `default` leaves
 bits as they are until that is timed.
 
-The choice is by rates that are constants, so that a command chooses the same on the same machine.
+The choice is by rates that are constants, so that a command chooses the same on the same machine;
+the times that are told are by a rate that is measured.
 """
 
 from collections.abc import Callable
@@ -22,11 +23,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from lowbit.convert.plan.calibration_cost import (
-    AUTOROUND_STEPS,
-    ROUNDED,
     Shapes,
     Windows,
-    calibration_flops,
+    conversion_seconds,
     costs_flops,
     estimates_flops,
     operations_a_second,
@@ -44,10 +43,6 @@ LIMIT_WORDS = {"cpu": "an hour", "cuda": "ten minutes"}
 # Weights of the layers below which `default` leaves autoround out. Its gain is measured from 106
 # million on, and a model of a few million would take minutes for it.
 AUTOROUND_WEIGHTS = 100_000_000
-# Seconds of a step of autoround on a GPU at least, by the launches of its kernels: SmolLM2-135M
-# takes 99 s for 30 layers on an H200, Coder-0.5B 87 s for 24.
-STEP_SECONDS = {"cpu": 0.0, "cuda": 0.016}
-START_SECONDS = {"cpu": 5.0, "cuda": 15.0}  # of imports and first kernels, where a text is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +85,7 @@ class EffortPlan:
     fixed_bits: str | None = None  # reason why the bits stay those of the recipe, where they do
     better: Way | None = None  # a better way that `high` takes
     better_seconds: float = 0.0
+    rate: float | None = None  # operations a second that the times are told by, where measured
 
 
 def parse_effort(text: str) -> Effort:
@@ -129,42 +125,36 @@ def ways(facts: Facts) -> tuple[Way, ...]:
     )
 
 
-def way_flops(facts: Facts, way: Way) -> float:
-    """Floating-point operations of a way, its rounding to nearest aside."""
-    if way.method == RTN:
-        return 0.0
-    flops = calibration_flops(facts.shapes, way.method, facts.windows)
-    if way.costs == "measured":
-        flops += costs_flops(facts.shapes, facts.sets, facts.learned, facts.measured)
-    if way.costs == "estimated":
-        flops += estimates_flops(facts.shapes, facts.estimated)
-    return flops
+def way_seconds(facts: Facts, way: Way, rate: float | None = None) -> float:
+    """Expected time of a whole conversion.
 
-
-def way_seconds(facts: Facts, way: Way) -> float:
-    """Expected time of a whole conversion."""
+    Args:
+        rate: operations a second of a calibration; that of usual machines where it is None.
+    """
     shapes, device = facts.shapes, facts.device
-    weights = shapes.weights + shapes.vocabulary * shapes.hidden
-    rounding = weights / (ROUNDED[device] * (facts.units if device == "cpu" else 1))
-    rate = operations_a_second(device, facts.units)
-    if way.method != RTN:
-        rounding += START_SECONDS[device]
-    seconds = rounding + way_flops(facts, way) / rate
-    if way.method.autoround:
-        alone = way_flops(facts, replace(way, method=replace(way.method, autoround=False))) / rate
-        steps = STEP_SECONDS[device] * AUTOROUND_STEPS * len(shapes.layers)
-        seconds = max(seconds, rounding + alone + steps)
-    return seconds
+    rate = rate or operations_a_second(device, facts.units)
+    flops = 0.0
+    if way.costs == "measured":
+        flops = costs_flops(shapes, facts.sets, facts.learned, facts.measured)
+    if way.costs == "estimated":
+        flops = estimates_flops(shapes, facts.estimated)
+    whole = conversion_seconds(shapes, way.method, facts.windows, device, facts.units, rate)
+    return whole + flops / rate
 
 
 def choose_way(
-    effort: Effort, facts: Facts, fits: Callable[[Way], bool], machine: str
+    effort: Effort,
+    facts: Facts,
+    fits: Callable[[Way], bool],
+    machine: str,
+    rate: float | None = None,
 ) -> EffortPlan:
     """Choose the best way that an effort allows.
 
     Args:
         fits: tells if a way fits the memory; asked of ways that read a text.
         machine: `2 cores`, for the reason.
+        rate: operations a second of a calibration, for the times that are told.
     """
     possible = [way for way in ways(facts) if way.method == RTN or fits(way)]
     allowed = [way for way in possible if _allowed(effort, facts, way)]
@@ -173,11 +163,12 @@ def choose_way(
     return EffortPlan(
         effort,
         way,
-        way_seconds(facts, way),
+        way_seconds(facts, way, rate),
         _reason(effort, facts, way, best, machine),
         fixed_bits=facts.fixed_bits if effort == "high" and way.method != RTN else None,
         better=better,
-        better_seconds=0.0 if better is None else way_seconds(facts, better),
+        better_seconds=0.0 if better is None else way_seconds(facts, better, rate),
+        rate=rate,
     )
 
 
@@ -211,4 +202,5 @@ def _reason(effort: Effort, facts: Facts, way: Way, best: Way, machine: str) -> 
         return "autoround is measured on larger models alone"
     if facts.device == "cuda" and way_seconds(facts, way) > LIMITS["cuda"]:
         return f"no less than {GPTQ} on {machine}"
-    return f"the best in the recipe's bits within {LIMIT_WORDS[facts.device]} on {machine}"
+    limit = LIMIT_WORDS[facts.device]
+    return f"the best in the recipe's bits within {limit} at the usual speed of {machine}"

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
-from lowbit.convert.pipeline import estimate
+from lowbit.convert.plan import calibration_cost
 from lowbit.formats.architectures import tensor_table
 from tests.convert.fixture_types import Cli as Cli
 from tests.convert.fixture_types import Config as Config
@@ -50,7 +50,7 @@ SMALL: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates assume a fast machine instead of measuring this one."""
-    monkeypatch.setattr(estimate, "matmul_rate", lambda *_: 1e12)
+    monkeypatch.setattr(calibration_cost, "matmul_rate", lambda *_: 1e12)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from click.testing import Result
 from lowbit.convert.cli.tables.plan import announce
 from lowbit.convert.pipeline import estimate
 from lowbit.convert.pipeline.estimate import expected_windows
-from lowbit.convert.plan import choice_of_method, memory
+from lowbit.convert.plan import calibration_cost, choice_of_method, memory
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Recipe
@@ -90,7 +90,7 @@ def test_a_head_that_stays_the_embedding_is_not_rotated(
 def test_a_model_that_is_rotated_because_asked_for_is_not_called_unrotated(
     hybrid: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(estimate, "matmul_rate", lambda *_: 1e12)
+    monkeypatch.setattr(calibration_cost, "matmul_rate", lambda *_: 1e12)
     source, cpu, request = open_checkpoint(hybrid), torch.device("cpu"), CalibrationRequest()
     told = {}
     for method in ("gptq", "gptq+rotate"):
@@ -115,7 +115,7 @@ def test_the_choice_does_not_depend_on_a_measured_speed(
 ) -> None:
     chosen = {}
     for rate in (1e3, 1e15):
-        monkeypatch.setattr(estimate, "matmul_rate", lambda *_, rate=rate: rate)
+        monkeypatch.setattr(calibration_cost, "matmul_rate", lambda *_, rate=rate: rate)
         found = json.loads(succeeded(cli_as_typed("plan", source, *AUTO, "--json")).stdout)
         seconds = {row["method"]: row["seconds"] for row in found["estimate"]["methods"]}
         chosen[found["recipe"]["method"]] = seconds["gptq+rotate"]

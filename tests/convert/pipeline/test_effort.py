@@ -15,8 +15,8 @@ from lowbit.convert.budget.allocate import Target
 from lowbit.convert.budget.target import TargetRequest
 from lowbit.convert.original.device import device_name
 from lowbit.convert.pipeline.effort import effort_line, plan_effort
+from lowbit.convert.plan import calibration_cost, memory
 from lowbit.convert.plan import effort as limits
-from lowbit.convert.plan import memory
 from lowbit.convert.plan.effort import Effort
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Override, Recipe
@@ -155,9 +155,10 @@ def test_what_is_left_out_is_named_with_its_time(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(limits.LIMITS, "cpu", 0.0)
+    monkeypatch.setattr(calibration_cost, "matmul_rate", lambda *_: 1e9)
     line = effort_line(planned(source))
     cores = device_name(torch.device("cpu"))
-    reason = f"the best in the recipe's bits within an hour on {cores}"
+    reason = f"the best in the recipe's bits within an hour at the usual speed of {cores}"
     assert line.startswith(f"effort default: rtn, a few seconds ({reason})")
     assert "; --effort high: gptq+rotate+autoround, bits by measured costs, about " in line
 
@@ -170,7 +171,7 @@ def succeeded(done: Result) -> Result:
 def test_plan_shows_the_effort(cli_as_typed: Cli, source: Path) -> None:
     shown = " ".join(succeeded(cli_as_typed("plan", source, *CPU)).stdout.split())
     assert "effort default: gptq+rotate, a" in shown
-    assert f"; --effort high: {BEST}, about" in shown
+    assert f"; --effort high: {BEST}, a" in shown
     high = ("--effort", "high")
     shown = " ".join(succeeded(cli_as_typed("plan", source, *CPU, *high)).stdout.split())
     assert f"effort high: {BEST} at the bytes of INT4, a" in shown
@@ -181,6 +182,8 @@ def test_plan_shows_the_effort(cli_as_typed: Cli, source: Path) -> None:
     assert found["recipe"]["overrides"] == []
     given = cli_as_typed("plan", source, *CPU, *high, "--bits", "*.down_proj=8")
     assert "bits are not chosen by costs: --bits gives them" in succeeded(given).stdout
+    used = next(row for row in found["estimate"]["methods"] if row["used"])
+    assert found["effort"]["seconds"] == used["seconds"]  # a time is told once
     named = succeeded(cli_as_typed("plan", source, *CPU, "--method", "gptq", "--json"))
     assert json.loads(named.stdout)["effort"] is None
 

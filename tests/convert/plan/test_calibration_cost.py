@@ -1,6 +1,7 @@
 """Work and memory of a calibration against figures that are counted by hand."""
 
 import ast
+import math
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,11 @@ import torch
 from lowbit.convert.plan import calibration_cost as cost
 from lowbit.convert.plan import memory
 from lowbit.convert.plan.calibration_cost import (
-    SHARE,
     Shapes,
     Windows,
     calibration_flops,
-    calibration_seconds,
     calls_a_second,
+    conversion_seconds,
     matmul_rate,
     shapes_of,
 )
@@ -62,9 +62,11 @@ def test_operations(small_config: Config) -> None:
 
 def test_time_goes_with_tokens_and_the_machine(small_config: Config) -> None:
     found, method = shapes(small_config), Method("weighted")
-    once = calibration_seconds(found, method, Windows(100, 512), "cpu", 1e9)
-    assert once == pytest.approx(2 * found.weights * 51200 / (1e9 * SHARE["cpu"]))
-    assert calibration_seconds(found, method, Windows(200, 512), "cpu", 4e9) == once / 2
+    rest = conversion_seconds(found, method, Windows(100, 512), "cpu", 2, math.inf)
+    once = conversion_seconds(found, method, Windows(100, 512), "cpu", 2, 1e9) - rest
+    assert once == pytest.approx(2 * found.weights * 51200 / 1e9)
+    twice = conversion_seconds(found, method, Windows(200, 512), "cpu", 2, 4e9) - rest
+    assert twice == pytest.approx(once / 2)
 
 
 def test_calibration_takes_the_constants_that_are_counted_with() -> None:

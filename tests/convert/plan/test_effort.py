@@ -133,7 +133,8 @@ def test_an_effort_says_why_and_what_more_would_bring(effort: Effort) -> None:
         made.reason
         == {
             "low": "it reads no text",
-            "default": f"the best in the recipe's bits within an hour on {MACHINE}",
+            "default": "the best in the recipe's bits within an hour at the usual speed of "
+            + MACHINE,
             "high": "the best there is",
         }[effort]
     )
@@ -142,6 +143,17 @@ def test_an_effort_says_why_and_what_more_would_bring(effort: Effort) -> None:
     else:
         assert str(made.better) == LEARNED + MEASURED
         assert made.better_seconds > made.seconds
+
+
+def test_a_measured_speed_changes_the_times_alone() -> None:
+    def fits(way: Way) -> bool:
+        return True
+
+    usual = choose_way("default", facts("0.5B"), fits, MACHINE)
+    slow = choose_way("default", facts("0.5B"), fits, MACHINE, 1e9)
+    assert (slow.way, slow.reason, slow.better) == (usual.way, usual.reason, usual.better)
+    assert slow.seconds > LIMITS["cpu"] > usual.seconds
+    assert slow.better_seconds > usual.better_seconds
 
 
 def test_a_small_model_is_told_why_it_gets_no_autoround() -> None:
