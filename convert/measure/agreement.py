@@ -76,7 +76,7 @@ def read_claim(path: Path, digest: str | None, texts: Sequence[Text]) -> Quality
         names = ", ".join(f"`{name}`" for name in stated.values())
         given = ", ".join(f"`{text.name}`" for text in texts)
         raise RequestError(
-            f"`{path}` was measured on {names} by their SHA-256, and {given} would be measured",
+            f"`{path}` was measured on {names}, not on {given}, by the SHA-256 of the texts",
             hint="name its texts, in its order, by --eval-text",
         )
     return claim

@@ -85,8 +85,9 @@ def measure_logits(
     need = logits_peak_bytes(config, windows.shape, long.shape, noisy, watched, device, rounded)
     check_free("comparing logits", need, device, "give a shorter --eval-text")
     if note is not None:
-        tokens = windows.numel() + long.numel()
-        note(f"comparing logits of {tokens:,} tokens, in at most {need / 1e9:.2f} GB of memory")
+        again = f", and of {long.numel():,} in longer windows" if long.numel() else ""
+        room = f"in at most {need / 1e9:.2f} GB of memory"
+        note(f"comparing logits of {windows.numel():,} tokens{again}, {room}")
     with torch.inference_mode(), without_advice():
         models = load_models(pair, windows.shape[1], target)
         total = work(models[0], windows, noisy, activations) + work(models[0], long)

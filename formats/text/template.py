@@ -68,7 +68,7 @@ class ChatTemplate:
         if thinking is not None and THINKING not in self.source:
             raise RequestError(
                 f"thinking cannot be switched: the chat template does not know `{THINKING}`",
-                hint="leave out --think and --no-think",
+                hint="this model has no switch for it; leave the setting out",
             )
         check_length(sum(map(_length, messages)), max_bytes)
         values = {

@@ -31,7 +31,7 @@ def note_choices(model: "Model") -> None:
         from lowbit.runtime.models.shards import SAME_TOKENS  # needs torch
 
         ranks, tokens = options.tensor_parallel, SAME_TOKENS[model.device]
-        note(f"--tensor-parallel {ranks}: as many processes share the model; {tokens}")
+        note(f"--tensor-parallel {ranks}: so many processes share the model; {tokens}")
         if model.crew.through_host:
             note(f"--tensor-parallel {ranks}: {THROUGH_HOST}")
     if options.activations != DEFAULT_ACTIVATIONS:

@@ -42,7 +42,7 @@ C = TypeVar("C", bound=Config)
 Stored = tuple[TensorInfo, DerivedRows | None]  # a tensor of a shard; None where it lies in a file
 
 SAME_TOKENS = {
-    "cpu": "its tokens are those of one, but where two are about as likely",
+    "cpu": "its tokens are those of one process, except where two are about as likely",
     "cuda": "its logits are near those of one GPU, but not the same bits: where two tokens are "
     "about as likely, it may choose the other",
 }

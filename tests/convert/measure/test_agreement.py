@@ -114,7 +114,7 @@ def test_reports_that_cannot_be_checked(
     digest = report.manifest_sha256
     for claim, own, said in (
         (report, "other", "is about another conversion"),
-        (report, digest, "was measured on `a text` by their SHA-256, and `a text` would be"),
+        (report, digest, "was measured on `a text`, not on `a text`, by the SHA-256 of the texts"),
         (make_report(measured=False), digest, "compares no logits"),
     ):
         with pytest.raises(RequestError, match=said):

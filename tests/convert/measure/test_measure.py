@@ -1,5 +1,6 @@
 """Kinds of text, positions, noise, flips and output errors against transformers' whole model."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -194,7 +195,9 @@ def test_memory_is_announced_or_refused_before_the_work(
     text = [Text("a", "a", "Once upon a time there was a dog. " * 4)]
     measure_module.measure_logits(open_pair(short, packed), text, note=said.append)
     assert len(said) == 1
-    assert said[0].startswith("comparing logits of ")
+    scored = re.fullmatch(r"comparing logits of (\d+) tokens(, and of .*)?, in .*", said[0])
+    assert scored is not None
+    assert int(scored[1]) == tokenize(short, text, 2048)[0].windows.numel()
     assert said[0].endswith(" GB of memory")
     monkeypatch.setattr("lowbit.convert.plan.memory.free_bytes", lambda device: 1000)
     monkeypatch.setattr(measure_module, "compare", lambda *_: pytest.fail("work began"))

@@ -69,7 +69,7 @@ def test_the_answer_is_the_same(mode: str) -> None:
     assert [result.exit_code for result in results] == [0, 0]
     one, two = (json.loads(result.stdout) for result in results)
     assert two["token_ids"] == one["token_ids"]
-    assert "--tensor-parallel 2: as many processes share the model" in results[1].stderr
+    assert "--tensor-parallel 2: so many processes share the model" in results[1].stderr
 
 
 @pytest.mark.commands
