@@ -55,6 +55,9 @@ PROMPT = 512  # tokens
 PROMPT_SHARE = (
     0.7  # of its time on a CPU that linear layers take: .5 in tiny models, .8 in Qwen3-0.6B
 )
+# Of a data sheet's bandwidth that a plain read reaches: 3.0 of an H100's 3.35 TB/s, 4.3 of an
+# H200's 4.8.
+READ_SHARE = 0.9
 DTYPE = torch.bfloat16
 RECIPE: Base = "int4"  # of a model that is not quantized
 USUAL = Path(__file__).with_name("usual.json")
@@ -149,6 +152,25 @@ def measured_speed(name: str | None, device: str, drafter: str | None = None) ->
         for demand in demands
     )
     return Speed(device, device_name(device), bandwidth, models)
+
+
+def data_sheet_speed(name: str | None, bandwidth: float) -> Speed:
+    """Say what to expect of a GPU that is not here.
+
+    Args:
+        name: as in `demand_of`; None for the usual sizes.
+        bandwidth: bytes per second of its memory by its data sheet.
+
+    Raises:
+        LowbitError: as `demand_of`.
+    """
+    demands = usual() if name is None else (demand_of(name, "cuda"),)
+    read = READ_SHARE * bandwidth
+    models = tuple(
+        expected(each, "cuda", read, seconds_beside_read("cuda", each.experts), None, None)
+        for each in demands
+    )
+    return Speed("cuda", f"a GPU of {bandwidth / 1e9:,.10g} GB/s", read, models)
 
 
 def expected(

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -279,6 +280,44 @@ def test_expects_what_was_measured(name: str, tokens_per_s: float) -> None:
     assert f"{tokens_per_s:,}" in (EXAMPLES.parent / "BENCHMARKS.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens_per_s"),  # INT4, one H100 of 3,350 GB/s
+    [("Qwen3-1.7B", 1996), ("Qwen3-8B", 634), ("Qwen3.5-4B", 936)],
+)
+def test_a_gpu_elsewhere_is_expected_by_its_data_sheet(name: str, tokens_per_s: float) -> None:
+    done = CliRunner().invoke(main, ("doctor", "--bandwidth", "3350", "--json"))
+    content = json.loads(done.stdout)
+    assert (done.exit_code, content["findings"], content["speed"]["device"]) == (0, [], "cuda")
+    [found] = [each for each in content["speed"]["models"] if each["name"] == name]
+    assert found["tokens_per_s"] == pytest.approx(tokens_per_s, rel=0.12)
+    assert found["fits"] is None
+
+
+def test_a_gpu_elsewhere_is_shown_alone(run: Run) -> None:
+    done = run(str(TINY), "--bandwidth", "936")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.startswith(
+        "one answer at a time on a GPU of 936 GB/s, which reads 842.40 GB/s"
+    )
+    assert len(re.findall(r" tok/s", done.stdout)) == 2  # of one model
+    assert "other GPUs may need more" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--device", "cpu"), ("--hub",), ("x", "--tensor-parallel", "2"), ("x", "--drafter", "y")],
+)
+def test_a_gpu_elsewhere_takes_no_other_option(run: Run, options: tuple[str, ...]) -> None:
+    done = run(*options, "--bandwidth", "936")
+    assert done.exit_code == 2
+    assert "--bandwidth is of a GPU elsewhere" in done.stderr
+
+
+@pytest.mark.parametrize("figure", ["0", "-1", "nan", "inf", "x"])
+def test_no_bandwidth(run: Run, figure: str) -> None:
+    assert run("--bandwidth", figure).exit_code == 2
+
+
 @pytest.fixture
 def hybrid_without_tower(tmp_path: Path) -> Path:
     folder = tmp_path / "text"
@@ -342,9 +381,10 @@ def test_the_vision_tower_counts_apart(run: Run, hybrid_without_tower: Path) -> 
 
 def test_too_much_memory_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expected, "free_bytes", lambda device: 1_000_000)
-    assert "too much" in run(str(TINY), "--device", "cpu").stdout
+    assert "GB !" in run(str(TINY), "--device", "cpu").stdout
+    assert "! more memory than is free" in run(str(TINY), "--device", "cpu").stdout
     monkeypatch.setattr(expected, "free_bytes", lambda device: None)
-    assert "too much" not in run(str(TINY), "--device", "cpu").stdout
+    assert "more memory than is free" not in run(str(TINY), "--device", "cpu").stdout
 
 
 @pytest.mark.parametrize(
