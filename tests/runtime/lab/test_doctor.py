@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -278,44 +277,6 @@ def test_expects_what_was_measured(name: str, tokens_per_s: float) -> None:
     assert found.tokens_per_s == pytest.approx(tokens_per_s, rel=0.12)
     assert found.share == pytest.approx(found.tokens_per_s / found.most_tokens_per_s)
     assert f"{tokens_per_s:,}" in (EXAMPLES.parent / "BENCHMARKS.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("name", "tokens_per_s"),  # INT4, one H100 of 3,350 GB/s
-    [("Qwen3-1.7B", 1996), ("Qwen3-8B", 634), ("Qwen3.5-4B", 936)],
-)
-def test_a_gpu_elsewhere_is_expected_by_its_data_sheet(name: str, tokens_per_s: float) -> None:
-    done = CliRunner().invoke(main, ("doctor", "--bandwidth", "3350", "--json"))
-    content = json.loads(done.stdout)
-    assert (done.exit_code, content["findings"], content["speed"]["device"]) == (0, [], "cuda")
-    [found] = [each for each in content["speed"]["models"] if each["name"] == name]
-    assert found["tokens_per_s"] == pytest.approx(tokens_per_s, rel=0.12)
-    assert found["fits"] is None
-
-
-def test_a_gpu_elsewhere_is_shown_alone(run: Run) -> None:
-    done = run(str(TINY), "--bandwidth", "936")
-    assert done.exit_code == 0, done.stderr
-    assert done.stdout.startswith(
-        "one answer at a time on a GPU of 936 GB/s, which reads 842.40 GB/s"
-    )
-    assert len(re.findall(r" tok/s", done.stdout)) == 2  # of one model
-    assert "other GPUs may need more" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "options",
-    [("--device", "cpu"), ("--hub",), ("x", "--tensor-parallel", "2"), ("x", "--drafter", "y")],
-)
-def test_a_gpu_elsewhere_takes_no_other_option(run: Run, options: tuple[str, ...]) -> None:
-    done = run(*options, "--bandwidth", "936")
-    assert done.exit_code == 2
-    assert "--bandwidth is of a GPU elsewhere" in done.stderr
-
-
-@pytest.mark.parametrize("figure", ["0", "-1", "nan", "inf", "x"])
-def test_no_bandwidth(run: Run, figure: str) -> None:
-    assert run("--bandwidth", figure).exit_code == 2
 
 
 @pytest.fixture
