@@ -303,7 +303,7 @@ class Answer:
         if handle.ended:
             delta.events.extend(self.end())
         if self.finish_reason is not None:
-            return replace(delta, end=self._end(self.finish_reason))
+            return replace(delta, end=self.summary(self.finish_reason))
         if not delta.events and not delta.tokens:
             return None
         self._told = True
@@ -318,7 +318,8 @@ class Answer:
             found = self.handle.log_probabilities[self.count - 1]
             delta.tokens.append(AnswerToken(id, found, in_reasoning))
 
-    def _end(self, reason: FinishReason) -> End:
+    def summary(self, reason: FinishReason) -> End:
+        """What an end tells of the tokens so far."""
         return End(
             reason=reason,
             stop=self.stop,

@@ -49,6 +49,7 @@ class Answers:
     _left: bool = False
     _late: bool = False
     _unfinished: int = 0
+    _counted: set[int] = field(default_factory=set)  # answers whose end the record has
 
     def __enter__(self) -> "Answers":
         """Start to watch the connection and the time."""
@@ -66,6 +67,9 @@ class Answers:
             self._watcher = None  # it holds these answers, and with them their grammar
         if self._timer is not None:
             self._timer.cancel()
+        for answer in self.each:
+            if answer.index not in self._counted:
+                self.record.count(answer.summary("length"))
         if self._unfinished:
             self.record.reasons.append("abort")
             self.cancel()
@@ -144,6 +148,7 @@ class Answers:
             raise of_lowbit(delta.error)
         if delta.end is not None:
             self._unfinished -= 1
+            self._counted.add(delta.index)
             record.add_end(delta.end)
 
 

@@ -56,6 +56,10 @@ class Record:
     def add_end(self, end: End) -> None:
         """Count an answer that has ended."""
         self.reasons.append(end.reason)
+        self.count(end)
+
+    def count(self, end: End) -> None:
+        """Count the tokens of an answer, also of one that was given up."""
         self.cached_tokens += end.cached_tokens
         self.new_tokens += end.new_tokens
         if end.speculation is not None:

@@ -139,7 +139,7 @@ class Server(uvicorn.Server):
         self._service.draining = True
         if self._captured:
             _end_at_next_signal()
-        log.warning("shutting down; %d requests still run", self._service.active)
+        log.warning("shutting down; requests that still run: %d", self._service.active)
         self._draining = asyncio.get_running_loop().create_task(self._drained())
 
     async def _drained(self) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator
 
@@ -124,3 +125,16 @@ def test_a_bug_in_the_engine_is_logged_with_the_id(
     failed = httpx2.post(url, json=body, headers={"x-request-id": "mine-8"})
     assert failed.status_code == 500
     assert "request mine-8: an answer could not be read" in caplog.text
+
+
+def test_an_answer_that_is_given_up_has_its_tokens_in_the_log(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "lowbit.serve"):
+        with httpx2.stream("POST", f"{server.url}/v1/completions", json=LONG) as stream:
+            events = [line for line, _ in zip(stream.iter_lines(), range(24), strict=False) if line]
+        until(lambda: "abort" in caplog.text)
+    [line] = [line for line in caplog.messages if "abort" in line]
+    found = re.search(r"prompt \d+(?: \(\d+ cached\))?, new (\d+), first token .* tok/s", line)
+    assert found is not None, line
+    assert len(events) <= int(found[1]) < LONG["max_tokens"]
