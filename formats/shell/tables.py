@@ -35,6 +35,7 @@ Clock = Callable[[], float]
 MINUTE = 60.0  # seconds between two lines about progress
 # What may end a line; a dot between two digits does not.
 PIECE = re.compile(r"(?:[^ ._/-]|(?<=\d)\.(?=\d))*(?:(?!(?<=\d)\.(?=\d))[ ._/-])+|[^ _/-]+")
+INDENT = 2  # columns, of what is said below a name
 READABLE = 12  # columns that a longer text needs at least, lest a table be a column of syllables
 ECHO = 8  # columns that bars leave for what the keyboard echoes, four times `^C`
 
@@ -138,7 +139,7 @@ class Headed(Table):
         room = options.max_width - self._extra_width
         needs = [self._need(console, options, column) for column in self.columns]
         if sum(need.minimum for need in needs) > room:
-            yield from self._stacked()
+            yield from self._stacked(options.max_width)
             return
         shared = _share_out(room, needs)
         for index, column in enumerate(self.columns):
@@ -156,7 +157,7 @@ class Headed(Table):
             return Measurement(found.maximum, found.maximum)
         return Measurement(max(found.minimum, min(found.maximum, READABLE)), found.maximum)
 
-    def _stacked(self) -> Iterator[RenderableType]:
+    def _stacked(self, width: int) -> Iterator[RenderableType]:
         """Each row as its first cells, and below it what the other columns say."""
         names = [str(column.header) for column in self.columns]
         for row in zip(*(column.cells for column in self.columns), strict=True):
@@ -170,8 +171,21 @@ class Headed(Table):
                 if cell.plain
             ]
             yield Folding(cells[0])
-            if said:
-                yield Padding(Text(", ").join(said), (0, 0, 0, 2))
+            for line in _lines(said, width - INDENT):
+                yield Padding(line, (0, 0, 0, INDENT))
+
+
+def _lines(said: Sequence[Text], width: int) -> Iterator[Text]:
+    """Texts with commas between them, as many on a line as fit."""
+    line = Text()
+    for n, text in enumerate(said, 1):
+        end = "," if n < len(said) else ""
+        if line and line.cell_len + 1 + text.cell_len + len(end) > width:
+            yield line
+            line = Text()
+        line = Text.assemble(line, " " if line else "", text, end)
+    if line:
+        yield line
 
 
 def _share_out(room: int, needs: Sequence[Measurement]) -> list[int]:
