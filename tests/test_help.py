@@ -9,6 +9,7 @@ from click.shell_completion import BashComplete
 from click.testing import CliRunner
 
 from lowbit.convert.cli.main import main as convert
+from lowbit.convert.cli.sections import SECTIONS as OF_CONVERT
 from lowbit.convert.plan.method import Method
 from lowbit.formats.shell.sections import OTHER, Sectioned
 from lowbit.runtime.cli.main import main as run
@@ -84,25 +85,36 @@ def test_short_options() -> None:
     assert seen == set(short)
 
 
-@pytest.mark.parametrize("name", ["generate", "chat", "serve", "bench"])
+SECTIONED = {
+    **{f"lowbit-run {name}": run.commands[name] for name in ("generate", "chat", "serve", "bench")},
+    **{f"lowbit-convert {name}": convert.commands[name] for name in ("quantize", "plan")},
+}
+
+
+@pytest.mark.parametrize("name", SECTIONED)
 def test_sections_show_every_option_once(name: str) -> None:
-    said = shown(f"lowbit-run {name}")
-    command = run.commands[name]
+    said, command = shown(name), SECTIONED[name]
     assert isinstance(command, Sectioned)
-    titles = re.findall(r"^([A-Z][\w ]+):$", said, re.MULTILINE)
+    titles = re.findall(r"^([A-Z][\w, ]+):$", said, re.MULTILINE)
     listed = said[said.index(f"\n{titles[0]}:") :]
     for option in command.params:
         if isinstance(option, click.Option):
             found = re.findall(rf"^  (?:-\w, )?{option.opts[0]}(?![\w-])", listed, re.MULTILINE)
             assert len(found) == 1, option.name
-    assert not re.search(r"^  \[?(MODEL|PROMPT)", listed, re.MULTILINE)  # an argument is no option
+    assert not re.search(
+        r"^  \[?(MODEL|PROMPT|SRC|OUT)", listed, re.MULTILINE
+    )  # an argument is no option
     assert titles == [title for title in (*command.sections, OTHER) if title in titles]
     assert len(titles) >= 5
 
 
-def test_sections_name_parameters_that_exist() -> None:
-    names = {parameter.name for command in run.commands.values() for parameter in command.params}
-    named = [name for section in SECTIONS.values() for name in section]
+@pytest.mark.parametrize(("program", "sections"), [(run, SECTIONS), (convert, OF_CONVERT)])
+def test_sections_name_parameters_that_exist(
+    program: click.Group, sections: dict[str, tuple[str, ...]]
+) -> None:
+    commands = program.commands.values()
+    names = {parameter.name for command in commands for parameter in command.params}
+    named = [name for section in sections.values() for name in section]
     assert set(named) <= names
     assert len(named) == len(set(named))
 

@@ -6,10 +6,12 @@ import click
 
 from lowbit.convert.cli import options
 from lowbit.convert.cli.effort_option import effort_option
+from lowbit.convert.cli.sections import SECTIONS
 from lowbit.convert.cli.target_options import target_options
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import json_option
 from lowbit.formats.shell.output import note, print_json
+from lowbit.formats.shell.sections import Sectioned
 
 if TYPE_CHECKING:
     from lowbit.convert.budget.target import TargetRequest
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    cls=Sectioned,
+    sections=SECTIONS,
     short_help="Show what would happen, from headers.",
     epilog="""\b
     Examples:

@@ -9,11 +9,13 @@ from click.core import ParameterSource
 
 from lowbit.convert.cli import options
 from lowbit.convert.cli.effort_option import effort_option
+from lowbit.convert.cli.sections import SECTIONS
 from lowbit.convert.cli.target_options import target_options
 from lowbit.convert.cli.vocabulary_options import make_cut_request, vocabulary_options
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import check_command, json_option, model_name, parse_size
 from lowbit.formats.shell.output import note, print_json
+from lowbit.formats.shell.sections import Sectioned
 
 if TYPE_CHECKING:
     from lowbit.convert.budget.target import TargetRequest
@@ -41,6 +43,8 @@ def make_publication(
 
 
 @click.command(
+    cls=Sectioned,
+    sections=SECTIONS,
     short_help="Quantize a checkpoint into a folder.",
     epilog="""\b
     Examples:

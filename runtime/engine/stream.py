@@ -319,7 +319,7 @@ class Answer:
             delta.tokens.append(AnswerToken(id, found, in_reasoning))
 
     def summary(self, reason: FinishReason) -> End:
-        """What an end tells of the tokens so far."""
+        """Facts of an end, of the tokens so far."""
         return End(
             reason=reason,
             stop=self.stop,
