@@ -156,7 +156,7 @@ def convert(
         rounded = report.activations == "int8"
         continues = can_continue(out, request.overwrite, bool(report.texts), request.reuse, rounded)
     cut = None
-    with _explained_interrupt(out):
+    with _explained_interrupt(out, note):
         if request.vocabulary is not None:
             name = str(source)
             cut = cut_beside(name, request.revision, out, request.vocabulary, on_progress)
@@ -309,17 +309,19 @@ def _announced(
 
 
 @contextmanager
-def _explained_interrupt(out: Path) -> Iterator[None]:
-    """Tell on Ctrl-C which work is kept."""
+def _explained_interrupt(out: Path, note: Note) -> Iterator[None]:
+    """Tell on Ctrl-C, or where a command ends by SIGTERM, which work is kept."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as error:
         kept = partial_of(out)
         if not kept.exists():
             raise
-        raise KeyboardInterrupt(
-            f"finished tensors are kept in `{kept}`, and the same command continues there"
-        ) from None
+        words = f"finished tensors are kept in `{kept}`, and the same command continues there"
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(words) from None
+        note(f"ended; {words}")
+        raise
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -286,6 +287,19 @@ def test_interrupt(cli: Cli, tmp_path: Path, small: Path, monkeypatch: pytest.Mo
     assert said.count("\n") == 2
     assert (tmp_path / "out.partial").is_dir()
     assert not (tmp_path / "out").exists()
+
+
+def test_an_end_by_sigterm_tells_what_is_kept(
+    cli: Cli, tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> int:
+        sys.exit(143)  # as the entry of a command does on SIGTERM
+
+    monkeypatch.setattr("lowbit.convert.pipeline.conversion._finish", stop)
+    result = cli(small, tmp_path / "out")
+    assert result.exit_code == 143
+    assert f"ended; finished tensors are kept in `{tmp_path / 'out.partial'}`" in result.stderr
+    assert (tmp_path / "out.partial").is_dir()
 
 
 @pytest.mark.parametrize(
