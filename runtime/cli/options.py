@@ -143,7 +143,7 @@ cache_options = with_options(
         show_default=DEFAULT_KV_CACHE,
         help="Type of the keys and values in the cache: bf16, int8, which takes half the memory "
         "and rounds them, or auto, which is bf16 while that fits and, on a GPU, the context is at "
-        "most 8192, else int8.",
+        "most 8192 and at most 64 answers are made together, else int8.",
     ),
 )
 activations_option = click.option(

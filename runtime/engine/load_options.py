@@ -56,7 +56,8 @@ class LoadOptions:
             `max_sequences` times `context`, or what fits.
         kv_cache: type of the keys and values in the cache: `bf16` (float32 where activations are),
             `int8`, which takes half the memory and rounds, or `auto`: `bf16` while all that is
-            asked for fits and, on a GPU, the context is at most 8192, else `int8`.
+            asked for fits and, on a GPU, the context is at most 8192 and `max_sequences` at most
+            64, else `int8`.
         activations: inputs of the packed linears other than the head. `exact` takes them as they
             are; `int8` rounds them to eight bits, with a scale for each token and 128 inputs. A
             linear then gives a token the same bits in any company, in prompts and in steps, and
