@@ -33,6 +33,7 @@ from lowbit.formats.layout.scheme import SERVED_BITS
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.formats.packed import check_packed
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint, TensorInfo, read_json
+from lowbit.runtime.engine.memory import HEADROOM
 from lowbit.runtime.lab.bench import device_name, read_weights
 from lowbit.runtime.lab.machine_speed import (
     expected_step_s,
@@ -195,7 +196,7 @@ def expected(
     if products is not None:
         multiplied_s = PROMPT * demand.token_weights / products
         prompt_s = multiplied_s / PROMPT_SHARE + demand.layers * layer_s
-    memory = demand.weights + demand.sequence_bytes + WORKSPACE[device]
+    memory = int((demand.weights + demand.sequence_bytes) * HEADROOM) + WORKSPACE[device]
     return Expected(
         name=demand.name,
         recipe=demand.recipe,

@@ -5,9 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
+from lowbit.formats.kv_cache import plain_cache
 from lowbit.runtime.cli.main import main
+from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.engine.memory import HEADROOM, Account, asked_cache
+from lowbit.runtime.lab.expected import data_sheet_speed, open_headers
+from tests.load_script import load_script
 
 TINY = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
 
@@ -52,3 +58,16 @@ def test_a_gpu_elsewhere_takes_no_other_option(options: tuple[str, ...]) -> None
 @pytest.mark.parametrize("figure", ["0", "-1", "nan", "inf", "x"])
 def test_no_bandwidth(figure: str) -> None:
     assert run("--bandwidth", figure).exit_code == 2
+
+
+@pytest.mark.parametrize("size", ["1.7B", "8B", "3.5-9B", "3.5-27B"])
+def test_no_less_memory_is_expected_than_a_load_asks_for(tmp_path: Path, size: str) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(load_script("make_random_checkpoint").config_of(size)))
+    opened, _ = open_headers(str(config))
+    plain = plain_cache(torch.bfloat16)
+    account = Account(opened, "cuda", torch.bfloat16, plain, opened.config.vocab_size)
+    asked = asked_cache(account, LoadOptions(max_sequences=1), 0)
+    needed = account.needed(asked, asked.all_pages) * HEADROOM
+    [found] = data_sheet_speed(str(config), 1e12).models
+    assert needed <= found.memory_bytes <= 1.4 * needed
