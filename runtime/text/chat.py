@@ -12,7 +12,7 @@ from lowbit.formats.text.tokenizer import MarkedText
 from lowbit.runtime.text.answer import CLOSE, OPEN, OutputStart
 from lowbit.runtime.text.images import IMAGES, for_template, image_parts
 from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
-from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, Tool, is_plain, read_json
+from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, Tool, is_plain, knows_tools, read_json
 
 # Markers that a model writes in its answers, and that templates look for in them.
 OF_ANSWERS = frozenset((OPEN, CLOSE, OPEN_CALL, CLOSE_CALL))
@@ -77,7 +77,7 @@ def render_prompt(
         for_template(each, f"message {number}")
         for number, each in enumerate(plain_messages(messages), start=1)
     ]
-    if tools and "tools" not in template.source:
+    if tools and not knows_tools(template):
         raise RequestError("the chat template does not know tools", hint="leave out `tools`")
     thinking, arguments = split_thinking(template_arguments or {}, thinking)
     check_arguments(arguments, template)

@@ -156,9 +156,14 @@ def _read(tool: Any, where: str) -> Tool:
     return Tool(name, schema or {}, strict is True, tool)
 
 
+def knows_tools(template: ChatTemplate) -> bool:
+    """True if a template shows tools to the model."""
+    return "tools" in template.source
+
+
 def form_of(template: ChatTemplate) -> CallForm | None:
     """The form of calls that a template teaches; None where it teaches none."""
-    if "tools" not in template.source or OPEN_CALL not in template.source:
+    if not knows_tools(template) or OPEN_CALL not in template.source:
         return None
     return "xml" if "<function=" in template.source else "json"
 

@@ -38,7 +38,7 @@ from lowbit.runtime.serve.settings import (
 )
 from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.chat import output_start
-from lowbit.runtime.text.tools import form_of, read_json, read_tools
+from lowbit.runtime.text.tools import form_of, knows_tools, read_json, read_tools
 
 Schema = TypeVar("Schema", bound=Body)
 OfModel = TypeVar("OfModel", bound=ModelBody)
@@ -228,6 +228,9 @@ def encode(model: ServedModel, asked: Asked, left_out: list[str] | None = None) 
         raise invalid("the model has no chat template; use /v1/completions", "messages")
     tools = read_tools(asked.tools) if asked.tools and asked.choice != "none" else ()
     left_out = [] if left_out is None else left_out
+    if tools and asked.choice == "auto" and not knows_tools(model.template):
+        tools = ()  # the model may answer without one
+        left_out.append("tools")
     messages = [_with_cut_calls_as_text(message) for message in asked.messages]
     try:
         made = model.prompts.encode_prompt(

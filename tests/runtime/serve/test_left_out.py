@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from lowbit.runtime import load
 from tests.runtime.serve.conftest import LEFT_OUT, Running, post, prompt_of, running, turns
+from tests.short_models import Shorten
 
 UNKNOWN: list[tuple[str, dict[str, Any]]] = [
     (
@@ -212,3 +214,34 @@ def test_keywords_of_tools_that_cannot_be_held_are_named(agents: Running) -> Non
     found = post(agents, "/v1/responses", **fields, tool_choice="required")
     names = "keyword minProperties, keyword pattern, keyword uniqueItems"
     assert found.headers[LEFT_OUT] == names
+
+
+TOOLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (
+        "/v1/chat/completions",
+        {"type": "function", "function": {"name": "f"}},
+        {"tool_choice": "required"},
+    ),
+    ("/v1/responses", {"type": "function", "name": "f"}, {"tool_choice": "required"}),
+    (
+        "/v1/messages",
+        {"name": "f", "input_schema": {"type": "object"}},
+        {"tool_choice": {"type": "any"}},
+    ),
+]
+
+
+def test_a_template_without_tools_answers_without_them(shorten: Shorten) -> None:
+    """Unless one must be called."""
+    model = load(shorten("tiny-qwen3"), device="cpu", context=128)
+    with running(model) as server:
+        for path, tool, required in TOOLS:
+            field = "input" if path == "/v1/responses" else "messages"
+            asked: dict[str, Any] = {field: turns(("user", "Hi")), "tools": [tool]}
+            found = post(server, path, **asked)
+            assert found.status_code == 200, found.text
+            assert found.headers[LEFT_OUT] == "tools"
+            assert found.content != b""
+            refused = post(server, path, **asked, **required)
+            assert refused.status_code == 400
+            assert "the chat template does not know tools" in refused.text
