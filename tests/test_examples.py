@@ -16,8 +16,16 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 import lowbit.runtime
+from lowbit.convert import Recipe
+from lowbit.convert.measure.logits import compare
+from lowbit.convert.measure.pair import open_pair
+from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.plan.recipe import Override
+from lowbit.convert.texts.calibration import cut_samples
 from lowbit.formats.architectures import read_config, tensor_table
+from lowbit.formats.text.tokenizer import load_text_tokenizer
 from lowbit.runtime.lab import machine_speed
+from tests.conversions import convert
 from tests.short_models import Shorten
 
 pytestmark = pytest.mark.scripts
@@ -94,6 +102,43 @@ def test_chosen_bits_beat_uniform_ones(run_here: Run, tmp_path: Path) -> None:
     uniform, same, more = json.loads(figures.read_text())
     assert uniform["bytes"] >= same["bytes"] > 0.99 * uniform["bytes"]
     assert more["kl"]["stories"] < same["kl"]["stories"] < uniform["kl"]["stories"]
+
+
+@pytest.mark.slow
+def test_leaks_of_parts_are_those_of_folders_with_that_part_alone(
+    run_here: Run, tmp_path: Path
+) -> None:
+    """Round-to-nearest: codes of a part do not depend on the others."""
+    model, text = EXAMPLES / "models" / "tiny-qwen3", EXAMPLES / "data" / "stories-eval.txt"
+    folders = {
+        "all": Recipe("int4"),
+        "head": Recipe("int4", overrides=(Override("*.layers.*", 16),)),
+        "mlp.down_proj": Recipe(
+            "int4", head="bf16", overrides=(Override("*", 16), Override("*.down_proj", 4))
+        ),
+    }
+    for name, recipe in folders.items():
+        convert(model, tmp_path / name, recipe)
+    figures = tmp_path / "figures.json"
+    options = ("--windows", "8", "--text", str(text), "--json", str(figures))
+    script = BENCHMARKS / "leaks_by_kind.py"
+    done = run_here(script, str(model), str(tmp_path / "all"), *options)
+    assert done.returncode == 0, done.stderr
+    leaks = {row["part"]: row for row in json.loads(figures.read_text())}
+    ids = load_text_tokenizer(model, "the test").encode(text.read_text(encoding="utf-8"))
+    windows = cut_samples(ids, 512, 8)
+    for name in folders:
+        pair, device = open_pair(model, tmp_path / name), torch.device("cpu")
+        with torch.inference_mode():
+            models = tuple(
+                load_layered_model(side, 512, device) for side in (pair.original, pair.packed)
+            )
+            kl = compare((models[0], models[1]), windows, device, lambda _: None).figures.kl
+        assert leaks[name]["kl"] == pytest.approx(float(kl.mean()), rel=1e-3)
+    assert leaks["embedding"]["kl"] == 0
+    layers = [row["kl"] for part, row in leaks.items() if part.startswith("layer ")]
+    assert len(layers) == 6
+    assert sum(layers) == pytest.approx(leaks["all"]["kl"], rel=0.1)
 
 
 @pytest.mark.slow
