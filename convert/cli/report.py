@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,13 +10,15 @@ from lowbit.convert.cli import options
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import json_option
 from lowbit.formats.shell.output import note, print_json
+from lowbit.formats.shell.task_options import task_names, task_options
 
 if TYPE_CHECKING:
     from lowbit.convert.measure.gate import Condition
-    from lowbit.convert.pipeline.origin import Ask
+    from lowbit.convert.pipeline.origin import Ask, Origin
     from lowbit.convert.report.reporting import LogitRequest
     from lowbit.formats.activation_modes import Activations
     from lowbit.formats.packed import PackedCheckpoint
+    from lowbit.formats.tasks import TaskSettings
 
 
 @click.command(
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
       lowbit-convert report qwen3-8b-int4 --gate 'kl_mean<0.03,top1>0.94'
       lowbit-convert report qwen3-8b-int4 --source Qwen/Qwen3-8B --json
       lowbit-convert report qwen3-8b-int4 --check qwen3-8b-int4
+      lowbit-convert report qwen3-8b-int4 --tasks ifeval --chat --no-think
     """,
 )
 @options.folder
@@ -53,6 +56,14 @@ if TYPE_CHECKING:
     help="Measure again what a quality.json, or the one in a folder, states of DIR, write nothing, "
     "and exit with 3 where a figure moved by more than its error.",
 )
+@click.option(
+    "--tasks",
+    metavar="NAMES",
+    help="First ask both models these tasks of lm-evaluation-harness, or groups of tasks, with "
+    "commas, by lowbit-run evaluate; the report has both results, and the difference with its "
+    "standard error.",
+)
+@task_options
 @options.report_activations
 @options.eval_text
 @options.gate
@@ -70,12 +81,14 @@ def report(
     out: Path | None,
     long: bool,
     check: Path | None,
+    tasks: str | None,
     activations: "Activations",
     eval_texts: tuple[Path, ...],
     gate: tuple["Condition", ...],
     overwrite: bool,
     device: str,
     as_json: bool,
+    **put: Any,
 ) -> None:
     """Compare the packed checkpoint DIR with its original: weights, logits, perplexity.
 
@@ -84,9 +97,12 @@ def report(
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import conversion as render
     from lowbit.convert.measure.gate import check_tower, evaluate, gate_json
+    from lowbit.convert.measure.tasks import check_harness
     from lowbit.convert.report import reporting
     from lowbit.formats.packed import open_packed
+    from lowbit.formats.tasks import TaskSettings
 
+    names = task_names(tasks, put)
     texts = reporting.read_texts(eval_texts)
     options.check_gate(gate, texts, long)
     asks = not as_json and sys.stdin.isatty() and sys.stderr.isatty()
@@ -96,12 +112,18 @@ def report(
     )
     ask = _ask if asks else None
     if check is not None:
-        if out is not None or overwrite or gate or long:
-            raise click.UsageError("--check takes no --out, --overwrite, --gate or --long.")
+        if out is not None or overwrite or gate or long or names:
+            raise click.UsageError(
+                "--check takes no --out, --overwrite, --gate, --long or --tasks."
+            )
         _check(packed, check, source, request, ask, as_json)
         return
     check_tower(gate, bool(packed.carried))
-    origin = reporting.prepare_report(packed, source, ask, out)
+    if names:
+        check_harness()
+    origin = reporting.prepare_report(packed, source, ask, out, bool(names))
+    if names:
+        origin = _ask_tasks(packed, origin, TaskSettings(names, **put), device, out, as_json)
     with progress_bars(quiet=as_json) as progress:
         found = reporting.write_full_report(packed, origin, request, progress, out)
     outcomes = evaluate(gate, found.quality)
@@ -114,6 +136,30 @@ def report(
         options.close_gate(outcomes)
     finally:
         found.raise_failure()
+
+
+def _ask_tasks(
+    packed: "PackedCheckpoint",
+    origin: "Origin",
+    settings: "TaskSettings",
+    device: str,
+    out: Path | None,
+    quiet: bool,
+) -> "Origin":
+    """Put tasks to both models and keep the results in tasks.json; the original, found."""
+    from lowbit.convert.cli.progress import progress_bars
+    from lowbit.convert.measure.tasks import TasksError, measure_tasks
+    from lowbit.convert.report.files import save_tasks
+
+    with progress_bars(quiet=quiet) as progress:
+        origin = origin.settled(progress)
+    folders = origin.candidates[0].folder, packed.checkpoint.folder
+    try:
+        results = measure_tasks(folders, settings, device, None if quiet else note)
+    except TasksError as error:  # which has been shown
+        raise click.exceptions.Exit(error.exit_code) from None
+    save_tasks(folders[1], results, out)
+    return origin
 
 
 def _check(

@@ -25,6 +25,7 @@ from lowbit.formats.layout.records import (
     sealed,
     take_seal,
 )
+from lowbit.formats.tasks import TaskReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +262,8 @@ class QualityReport:
     long: LongQuality | None = None  # on long texts; None where they were not asked for
     # By which the folder was made; None where lowbit.json does not say
     recipe: UsedRecipe | None = None
+    # Results of tasks.json when the report was written; None where it has none of this conversion
+    tasks: TaskReport | None = None
 
     def to_json(self, verdict: Mapping[str, str | None] | None = None) -> dict[str, Any]:
         """The object that quality.json holds, sealed; `verdict` has its grade and title."""

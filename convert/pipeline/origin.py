@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowbit.convert.original.progress import Meter, Progress
@@ -72,6 +72,10 @@ class Origin:
                 return source
         more = f" (and {len(refused) - 1} more like it)" if len(refused) > 1 else ""
         raise type(refused[0])(f"{refused[0]}{more}", hint=refused[0].hint or self.hint)
+
+    def settled(self, progress: Progress) -> "Origin":
+        """The original alone, which is not hashed again; arguments and errors of `confirmed`."""
+        return replace(self, candidates=(self.confirmed(progress),), manifest=None)
 
 
 def find_origin(

@@ -20,13 +20,16 @@ from lowbit.formats.kept_vocabulary import read_kept_vocabulary
 from lowbit.formats.layout.manifest import MANIFEST_FILE
 from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.printable import printable
-from lowbit.formats.tasks import read_tasks
+from lowbit.formats.tasks import TASKS_FILE, TaskReport, merged, read_tasks, write_tasks
 
 MAX_REPORT_BYTES = 4_000_000  # more than the three files of the largest models' reports take
 
 
-def check_reports(folder: Path, place: Path | None = None) -> None:
+def check_reports(folder: Path, place: Path | None = None, with_tasks: bool = False) -> None:
     """Refuse, before anything is measured, what `write_reports` would fail on.
+
+    Args:
+        with_tasks: results of tasks will be written too.
 
     Raises:
         LowbitError: the folder's tasks.json cannot be read, or a file cannot be written.
@@ -35,7 +38,8 @@ def check_reports(folder: Path, place: Path | None = None) -> None:
     place = _place(folder, place)
     card = _card_file(place)
     with _for_now(place):
-        for name in (QUALITY_FILE, HTML_FILE, *([] if card is None else [card])):
+        tasks = [TASKS_FILE] if with_tasks else []
+        for name in (QUALITY_FILE, HTML_FILE, *tasks, *([] if card is None else [card])):
             check_place(place / name, MAX_REPORT_BYTES)
 
 
@@ -50,6 +54,32 @@ def left_out(folder: Path, place: Path | None = None) -> list[str]:
         hint = f" ({error.hint})" if error.hint else ""
         notes.append(f"the report names no speed: {error}{hint}")
     return notes
+
+
+def save_tasks(folder: Path, results: TaskReport, place: Path | None = None) -> None:
+    """Add results to tasks.json, where `write_reports` finds them; arguments as there.
+
+    Raises:
+        LowbitError: as `write_reports`.
+    """
+    place = _place(folder, place)
+    with disk_errors(path=place):
+        place.mkdir(parents=True, exist_ok=True)
+    write_tasks(place, merged(read_tasks(place), results))
+
+
+def known_tasks(packed: PackedCheckpoint, place: Path | None = None) -> TaskReport | None:
+    """Results of this conversion in the tasks.json at `place`, else in the packed folder's.
+
+    Raises:
+        CheckpointError, FormatError: one that cannot be read.
+    """
+    folder = packed.checkpoint.folder
+    for where in (_place(folder, place), folder):
+        tasks = read_tasks(where)
+        if tasks is not None and tasks.manifest_sha256 == packed.manifest_sha256:
+            return tasks
+    return None
 
 
 def write_reports(
@@ -71,17 +101,16 @@ def write_reports(
     folder = packed.checkpoint.folder
     name = printable(folder.resolve().name)
     place = _place(folder, place)
-    tasks = read_tasks(folder)
-    if tasks is not None and tasks.manifest_sha256 != packed.manifest_sha256:
-        tasks = None
     size_shares = where_bytes_went(packed, report.sizes.folder_bytes)
     kept = read_kept_vocabulary(folder)
-    page = render_html(report, packed.manifest, name, size_shares, tasks, known_speed(folder), kept)
+    page = render_html(
+        report, packed.manifest, name, size_shares, report.tasks, known_speed(folder), kept
+    )
     figures = report.to_bytes(stated_verdict(judge(report)))
     contents = {place / QUALITY_FILE: figures, place / HTML_FILE: page.encode()}
     card = _card_file(place)
     if card is not None:
-        text = render_card(packed, report, tasks, source_card(folder), name)
+        text = render_card(packed, report, report.tasks, source_card(folder), name)
         contents[place / card] = marked(text)
     with disk_errors(path=place):
         place.mkdir(parents=True, exist_ok=True)

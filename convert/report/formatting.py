@@ -13,8 +13,10 @@ from lowbit.convert.measure.routing import Routing
 from lowbit.convert.mtp.drafting import Drafting
 from lowbit.formats.folder_size import size as size
 from lowbit.formats.printable import printable
+from lowbit.formats.tasks import OriginalResult, TaskResult
 
 MISSING = "\N{EN DASH}"  # stands for a missing figure
+UNPAIRED = "*"  # marks the error of a difference of independent results
 HUGE = 1e9  # figures from here on are written as powers of ten
 
 
@@ -180,6 +182,36 @@ def scored(logits: LogitQuality) -> str:
     """Scored tokens and windows: `73,073 tokens in 143 windows of 512`."""
     windows = "1 window" if logits.windows == 1 else f"{logits.windows:,} windows"
     return f"{logits.scored_tokens:,} tokens in {windows} of {logits.window}"
+
+
+def metric(row: TaskResult) -> str:
+    """A task's metric: `acc`, `bpb ↓, INT8 cache`."""
+    worse = " ↓" if row.higher_is_better is False else ""
+    return f"{printable(row.metric)}{worse}{row.rounding}"
+
+
+def score(row: TaskResult | OriginalResult | None) -> str:
+    """A value and its standard error, `0.8123 ± 0.0080`; a mark where there is none."""
+    if row is None or row.value is None:
+        return MISSING
+    return number(row.value, 4) + ("" if row.stderr is None else f" ± {number(row.stderr, 4)}")
+
+
+def score_change(row: TaskResult) -> str:
+    """A task's change from the original: `-0.0110 ± 0.0040`, `-0.0110 ± 0.0113 *` unpaired.
+
+    An error of 0 would claim more than equal scores show. A mark stands for an unknown change.
+    """
+    found = row.original
+    if found is None or found.difference is None:
+        return MISSING
+    error = found.difference_stderr
+    if found.paired and error == 0 == found.difference:
+        return "no score changed"
+    change = f"{found.difference:+z,.4f}"
+    if error is None:
+        return change
+    return f"{change} ± {number(error, 4)}" + ("" if found.paired else f" {UNPAIRED}")
 
 
 def tower_text(sizes: Sizes) -> str:

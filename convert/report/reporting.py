@@ -21,7 +21,7 @@ from lowbit.convert.pipeline.existing import quality_of
 from lowbit.convert.pipeline.origin import Ask, Origin, find_origin
 from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.quantize.store import LayerError
-from lowbit.convert.report.files import check_reports, left_out, write_reports
+from lowbit.convert.report.files import check_reports, known_tasks, left_out, write_reports
 from lowbit.convert.report.verdict import judge
 from lowbit.convert.texts.evaluation import Text, check_names, default_texts
 from lowbit.formats.activation_modes import Activations
@@ -139,20 +139,25 @@ def _known(known: QualityReport | None) -> tuple[float | None, tuple[Coverage, .
 
 
 def prepare_report(
-    packed: PackedCheckpoint, source: str | None, ask: Ask | None, place: Path | None = None
+    packed: PackedCheckpoint,
+    source: str | None,
+    ask: Ask | None,
+    place: Path | None = None,
+    with_tasks: bool = False,
 ) -> Origin:
     """Try what can fail before anything is measured, and find the original.
 
     Args:
         source: folder or Hub id of the original; found as `find_origin` does when None.
         place: folder for the report's files; the packed one when None.
+        with_tasks: results of tasks will be written too.
 
     Raises:
         LowbitError: a place that cannot be written to, or an original that is not known.
     """
     folder = packed.checkpoint.folder
     with _explained(folder):
-        check_reports(folder, place)
+        check_reports(folder, place, with_tasks)
     return find_origin(folder, packed.manifest, source, ask)
 
 
@@ -240,6 +245,7 @@ def save_report(
     there = quality_of(place or folder, packed.manifest_sha256)
     try:
         with _explained(folder):
+            report = replace(report, tasks=known_tasks(packed, place))
             if there is not None and not overwrite:
                 _check_judged(report, there, place or folder)
             notes = left_out(folder, place)

@@ -14,6 +14,7 @@ from lowbit.convert.report.warnings import tradeoff_note, warnings_of
 from lowbit.formats.architectures.names import without_model
 from lowbit.formats.printable import printable
 from lowbit.formats.shell.tables import plain_table
+from lowbit.formats.tasks import TaskReport
 
 COLORS = {"good": "green", "caution": "yellow", "bad": "red", "unknown": "dim"}
 WORST = 5
@@ -26,6 +27,8 @@ def render_terminal(console: Console, report: QualityReport, worst_rows: int = W
     if report.long is not None:
         console.print(_positions(report.long))
         console.print(_needles(report.long))
+    if report.tasks is not None and report.tasks.tasks:
+        console.print(_tasks(report.tasks))
     if report.weights:
         console.print(_kinds(report))
         if sentence := tradeoff_note(report):
@@ -113,6 +116,24 @@ def _needles(long: LongQuality) -> Table:
     for row in long.needles:
         found = (row.found_original, row.found_packed, row.found_bf16, row.found_int8)
         table.add_row(f"{row.distance:,}", *map(str, (row.lines, *found)))
+    return table
+
+
+def _tasks(report: TaskReport) -> Table:
+    """Results of tasks, beside those of the original where it was asked."""
+    compared = any(row.original is not None for row in report.tasks)
+    figures = ("original", "packed", "difference") if compared else ("packed",)
+    title = f"tasks by {printable(report.harness)}, ± standard error"
+    if any(formatting.score_change(row).endswith(formatting.UNPAIRED) for row in report.tasks):
+        title += f" ({formatting.UNPAIRED} of two independent results)"
+    table = plain_table(title, ("task", "metric"), (*figures, "samples"))
+    for row in report.tasks:
+        scores = [formatting.score(row)]
+        if compared:
+            scores = [formatting.score(row.original), *scores, formatting.score_change(row)]
+        table.add_row(
+            Text(printable(row.task)), Text(formatting.metric(row)), *scores, f"{row.samples:,}"
+        )
     return table
 
 

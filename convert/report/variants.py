@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from lowbit.convert.measure.ranges import check_ranges
+from lowbit.convert.report import formatting
 from lowbit.convert.report.comparison import FolderComparison, FolderRow
 from lowbit.convert.report.formatting import MISSING, number
 from lowbit.convert.report.page import render_page
@@ -117,11 +118,7 @@ def speed_text(row: FolderRow) -> str:
 
 def score_text(score: TaskResult) -> str:
     """`gsm8k exact_match 0.8123 ± 0.0110`."""
-    name = f"{score.task} {score.metric}{score.rounding}"
-    if score.value is None:
-        return f"{name} {MISSING}"
-    error = "" if score.stderr is None else f" ± {number(score.stderr, 4)}"
-    return f"{name} {number(score.value, 4)}{error}"
+    return f"{score.task} {score.metric}{score.rounding} {formatting.score(score)}"
 
 
 @dataclass(frozen=True, slots=True)

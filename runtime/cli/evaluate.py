@@ -1,5 +1,6 @@
 """`lowbit-run evaluate`."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -7,10 +8,10 @@ import click
 
 from lowbit.formats.machine.system import install_command
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import folders, json_option
+from lowbit.formats.shell.options import json_option, output_file
 from lowbit.formats.shell.output import note, print_json
+from lowbit.formats.shell.task_options import task_names, task_options
 from lowbit.runtime.cli.options import (
-    count_option,
     load_text_model,
     machine_options,
     model_argument,
@@ -34,33 +35,14 @@ if TYPE_CHECKING:
 @click.option(
     "--tasks", required=True, metavar="NAMES", help="Tasks or groups of tasks, with commas."
 )
+@task_options
 @click.option(
-    "--task-folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    shell_complete=folders,
-    metavar="DIR",
-    help="Where further tasks are described, as YAML; their files are relative to DIR.",
-)
-@count_option("--limit", shown="all", help="Samples of each task.")
-@count_option(
-    "--num-fewshot",
-    "few_shot",
-    shown="the task's",
-    help="Examples before each question.",
-    least=0,
-)
-@click.option(
-    "--chat/--raw",
-    default=False,
-    show_default=True,
-    help="Put questions through the chat template, or give them as they are.",
-)
-@click.option(
-    "--think/--no-think",
-    "thinking",
-    default=None,
-    show_default="the model's",
-    help="With --chat: switch thinking on or off.",
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    callback=output_file,
+    help="Write the results, and the score of every sample, to FILE, in place of MODEL's "
+    "tasks.json.",
 )
 @machine_options
 @json_option
@@ -70,7 +52,7 @@ def evaluate(
     *,
     name: str,
     tasks: str,
-    task_folder: Path | None,
+    out: Path | None,
     options: "LoadOptions",
     as_json: bool,
     **put: Any,
@@ -80,27 +62,24 @@ def evaluate(
     The results of a packed folder are kept in its tasks.json, where the quality report finds
     them.
     """
-    from lowbit.formats.files.atomic import check_place
+    from lowbit.formats.files.atomic import check_place, replace_file
     from lowbit.formats.layout.manifest import MANIFEST_FILE
     from lowbit.formats.shell.tables import progress_bars
-    from lowbit.formats.tasks import TASKS_FILE, merged, read_tasks, write_tasks
-    from lowbit.runtime.evaluate.evaluate import TaskSettings, find_tasks
+    from lowbit.formats.tasks import TASKS_FILE, TaskSettings, merged, read_tasks, write_tasks
     from lowbit.runtime.evaluate.evaluate import evaluate as run
+    from lowbit.runtime.evaluate.evaluate import find_tasks
 
-    names = tuple(task.strip() for task in tasks.split(",") if task.strip())
-    if not names:
-        raise click.UsageError("--tasks names no task.")
-    if put["thinking"] is not None and not put["chat"]:
-        raise click.UsageError("--think and --no-think need --chat.")
-    keeps = (Path(name) / MANIFEST_FILE).exists()
+    names = task_names(tasks, put)
+    keeps = out is None and (Path(name) / MANIFEST_FILE).exists()
     if keeps:
         check_place(Path(name) / TASKS_FILE)
         read_tasks(Path(name))
-    settings = TaskSettings(names, task_folder, **put)
+    settings = TaskSettings(names, **put)
     manager = find_tasks(settings)
     model = load_text_model(name, options)
     with progress_bars({"answers": "answering"}, quiet=as_json) as progress:
-        done = run(model, settings, manager, lambda *counts: progress("answers", *counts))
+        show = partial(progress, "answers")
+        done = run(model, settings, manager, show, keep_scores=out is not None)
     if as_json:
         extra = {"truncated": done.truncated, "seconds": done.seconds}
         print_json({**done.report.to_json(), **extra})
@@ -108,6 +87,9 @@ def evaluate(
         _show(done.report, name)
     if done.truncated:
         note(f"{done.truncated} requests lost their beginning: the context is {model.context}")
+    if out is not None:
+        replace_file(out, done.to_bytes())
+        return
     if not keeps:
         note("not kept: only a folder of lowbit-convert has a tasks.json")
         return

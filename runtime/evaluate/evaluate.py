@@ -10,8 +10,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,34 +18,19 @@ from typing import Any
 import numpy
 import torch
 
-from lowbit.formats.errors import RequestError, ResourceError
-from lowbit.formats.machine.system import install_hint
-from lowbit.formats.tasks import TaskReport, TaskResult, manifest_sha256
+from lowbit.formats.errors import RequestError
+from lowbit.formats.tasks import (
+    SampleScores,
+    TaskReport,
+    TaskResult,
+    TaskRun,
+    TaskSettings,
+    harness_missing,
+    manifest_sha256,
+)
 from lowbit.runtime.engine.model import Model
 
 SEEDS = 0, 1234, 1234  # the harness's own: Python's random, numpy and torch, few-shot examples
-
-
-@dataclass(frozen=True, slots=True)
-class TaskSettings:
-    """Tasks, groups or tags, and how they are put to a model."""
-
-    names: tuple[str, ...]
-    folder: Path | None = None  # further tasks as YAML; paths in them are relative to it
-    limit: int | None = None  # samples of each task; None for all
-    few_shot: int | None = None  # examples before each question; None leaves it to the tasks
-    chat: bool = False  # put questions through the chat template
-    # Switches a reasoning model's thinking; None leaves it to the template
-    thinking: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """A row for each metric, questions that lost their beginning, and the time of all answers."""
-
-    report: TaskReport
-    truncated: int
-    seconds: float
 
 
 def _harness() -> str:
@@ -54,9 +38,7 @@ def _harness() -> str:
     try:
         import lm_eval.tasks  # noqa: F401
     except ImportError as error:
-        raise ResourceError(
-            f"lm-evaluation-harness is missing: {error}", hint=install_hint("evaluate")
-        ) from None
+        raise harness_missing(str(error)) from None
     return f"lm-eval {version('lm_eval')}"
 
 
@@ -65,8 +47,12 @@ def evaluate(
     settings: TaskSettings,
     manager: Any = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Evaluation:
+    keep_scores: bool = False,
+) -> TaskRun:
     """Let a model answer tasks; `manager` is the result of `find_tasks` for the same settings.
+
+    Args:
+        keep_scores: also return the scores of every sample.
 
     Raises:
         ResourceError: the harness is not installed.
@@ -90,7 +76,7 @@ def evaluate(
             lm=lm,
             task_dict=loaded,
             limit=settings.limit,
-            log_samples=False,
+            log_samples=keep_scores,
             apply_chat_template=chat,
             fewshot_as_multiturn=chat,
         )
@@ -104,7 +90,8 @@ def evaluate(
     }
     digest = manifest_sha256(model.folder)
     report = TaskReport(version("lowbit"), harness, digest, read_results(results, common))
-    return Evaluation(report, lm.truncated, time.perf_counter() - started)
+    scores = read_scores(results, report.tasks) if keep_scores else ()
+    return TaskRun(report, lm.truncated, time.perf_counter() - started, scores)
 
 
 def read_results(results: dict[str, Any], common: dict[str, Any]) -> tuple[TaskResult, ...]:
@@ -118,7 +105,7 @@ def read_results(results: dict[str, Any], common: dict[str, Any]) -> tuple[TaskR
             rows.append(
                 TaskResult(
                     task=task,
-                    metric=name if applied == "none" else f"{name} ({applied})",
+                    metric=_metric(name, applied),
                     value=_finite(value),
                     stderr=_finite(metrics.get(f"{name}_stderr,{applied}")),
                     samples=int(metrics.get("sample_len", 0)),
@@ -129,6 +116,48 @@ def read_results(results: dict[str, Any], common: dict[str, Any]) -> tuple[TaskR
                 )
             )
     return tuple(rows)
+
+
+def read_scores(results: dict[str, Any], rows: Sequence[TaskResult]) -> tuple[SampleScores, ...]:
+    """Scores of every sample, of the metrics that are a plain mean of them.
+
+    Args:
+        results: of `lm_eval.evaluate` with its samples.
+        rows: of `read_results`.
+    """
+    values = {(row.task, row.metric): row.value for row in rows}
+    scores = []
+    for task, samples in results["samples"].items():
+        found: dict[str, list[tuple[str, float, int] | None]] = {}
+        for sample in samples:
+            for name in sample["metrics"]:
+                parts = _parts(sample[name])
+                scored = None if parts is None else (sample["doc_hash"], *parts)
+                found.setdefault(_metric(name, sample["filter"]), []).append(scored)
+        for metric, each in found.items():
+            known = [one for one in each if one is not None]
+            value = values.get((task, metric))
+            if len(known) < len(each) or value is None:
+                continue
+            own = SampleScores(task, metric, *map(tuple, zip(*known, strict=True)))
+            total, count = math.fsum(own.totals), sum(own.counts)
+            if count and math.isclose(total / count, value, rel_tol=1e-9, abs_tol=1e-12):
+                scores.append(own)
+    return tuple(scores)
+
+
+def _metric(name: str, applied: str) -> str:
+    """A metric's name with the filter of the harness, if one was applied."""
+    return name if applied == "none" else f"{name} ({applied})"
+
+
+def _parts(value: Any) -> tuple[float, int] | None:
+    """Sum and number of a sample's scores; None where they are no finite numbers."""
+    each = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, int | float | numpy.number) for one in each):
+        return None
+    total = math.fsum(map(float, each))
+    return (total, len(each)) if math.isfinite(total) else None
 
 
 def _finite(value: Any) -> float | None:
@@ -151,8 +180,8 @@ def find_tasks(settings: TaskSettings) -> Any:
     from lm_eval.tasks import TaskManager
 
     names = settings.names
-    with contextlib.redirect_stdout(sys.stderr), contextlib.chdir(settings.folder or Path()):
-        here = None if settings.folder is None else str(Path().resolve())
+    with contextlib.redirect_stdout(sys.stderr), contextlib.chdir(settings.task_folder or Path()):
+        here = None if settings.task_folder is None else str(Path().resolve())
         if here is not None:
             # The harness's own 14,000 tasks take seconds to list.
             local = TaskManager(include_path=here, include_defaults=False)
@@ -174,7 +203,7 @@ def _load_tasks(settings: TaskSettings, manager: Any) -> Any:
 
     manager = manager or find_tasks(settings)
     try:
-        with contextlib.chdir(settings.folder or Path()):
+        with contextlib.chdir(settings.task_folder or Path()):
             loaded = manager.load(list(settings.names))
     except (DatasetsError, KeyError, TypeError, ValueError) as error:
         tasks = ", ".join(f"`{name}`" for name in settings.names)

@@ -1,0 +1,179 @@
+"""Tasks put to a packed folder and its original by `lowbit-run evaluate`, a process for each.
+
+The two answer the same questions with the same code, so their scores are compared question by
+question: what is hard for one is hard for the other, and the error of the difference is smaller
+than that of either. A score that is no mean over questions, as that of a group, has the error of
+two independent results.
+"""
+
+import importlib.util
+import math
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lowbit.convert.original.progress import Note, unsaid
+from lowbit.formats.errors import LowbitError, ResourceError
+from lowbit.formats.tasks import (
+    OriginalResult,
+    SampleScores,
+    TaskReport,
+    TaskResult,
+    TaskRun,
+    TaskSettings,
+    harness_missing,
+    read_run,
+)
+
+HARNESS = "lm_eval"  # package of lm-evaluation-harness
+LEAST_SAMPLES = 2  # for a standard error
+
+
+class TasksError(LowbitError):
+    """`lowbit-run evaluate` has failed, and said why on stderr; `exit_code` is its own."""
+
+    def __init__(self, folder: Path, exit_code: int) -> None:
+        """Keep the exit code."""
+        super().__init__(f"`lowbit-run evaluate {folder}` ended with exit code {exit_code}")
+        self.exit_code = exit_code
+
+
+def check_harness() -> None:
+    """Refuse tasks before any work where nothing could ask them.
+
+    Raises:
+        ResourceError: lm-evaluation-harness is not installed.
+    """
+    if importlib.util.find_spec(HARNESS) is None:
+        raise harness_missing(f"there is no package `{HARNESS}`")
+
+
+def measure_tasks(
+    folders: tuple[Path, Path], settings: TaskSettings, device: str, note: Note | None
+) -> TaskReport:
+    """Results of a packed folder, each beside the original's.
+
+    The original comes first: it takes more memory, and a mistake in a task shows at once.
+
+    Args:
+        folders: of the original, and the packed one.
+        device: `cpu` or `cuda`.
+        note: told which of them is asked; None also keeps progress bars off stderr, but no error.
+
+    Raises:
+        TasksError: one of the two could not be asked.
+        ResourceError: the system has ended one of the processes.
+    """
+    original, packed = folders
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "run.json"
+        words = [*_words(settings), "--device", device, "--out", str(file)]
+        words += ["--json"] if note is None else []
+        tell = note or unsaid
+        tell(f"tasks, the original: {original}")
+        first = _run(original, words, file)
+        # The same context: what does not fit in is cut off at the beginning.
+        contexts = {row.context for row in first.report.tasks}
+        words += [word for context in contexts for word in ("--context", str(context))]
+        tell(f"tasks, the packed model: {packed}")
+        return beside(first, _run(packed, words, file))
+
+
+def beside(original: TaskRun, packed: TaskRun) -> TaskReport:
+    """The results of a packed model with those of its original, and their differences."""
+    before = {_key(row): row for row in original.report.tasks}
+    scores = [{_key(row): row for row in run.scores} for run in (original, packed)]
+    rows = [
+        replace(
+            row, original=_against(before[_key(row)], row, [own.get(_key(row)) for own in scores])
+        )
+        if _key(row) in before
+        else row
+        for row in packed.report.tasks
+    ]
+    return replace(packed.report, tasks=tuple(rows))
+
+
+def _key(row: TaskResult | SampleScores) -> tuple[str, str]:
+    return row.task, row.metric
+
+
+def _against(
+    original: TaskResult, packed: TaskResult, scores: Sequence[SampleScores | None]
+) -> OriginalResult:
+    """The original's result, and the difference with its error."""
+    difference = error = None
+    if original.value is not None and packed.value is not None:
+        difference = packed.value - original.value
+    first, second = scores
+    paired = first is not None and second is not None and _same_questions(first, second)
+    if difference is not None and paired and first is not None and second is not None:
+        error = paired_error(first, second)
+    elif difference is not None and original.stderr is not None and packed.stderr is not None:
+        error = math.hypot(original.stderr, packed.stderr)
+    return OriginalResult(original.value, original.stderr, difference, error, paired)
+
+
+def _same_questions(first: SampleScores, second: SampleScores) -> bool:
+    return (first.documents, first.counts) == (second.documents, second.counts)
+
+
+def paired_error(first: SampleScores, second: SampleScores) -> float | None:
+    """Standard error of the difference of two means over the same questions; None below two.
+
+    A question with several scores is one observation: the mean is a ratio, whose error is that of
+    the residuals d_i - D n_i, with d_i the difference of a question's sums, n_i its scores and D
+    the difference of the means.
+    """
+    questions = len(first.documents)
+    if questions < LEAST_SAMPLES:
+        return None
+    count = sum(first.counts)
+    changes = [b - a for a, b in zip(first.totals, second.totals, strict=True)]
+    mean = math.fsum(changes) / count
+    residuals = ((change - mean * n) ** 2 for change, n in zip(changes, first.counts, strict=True))
+    return math.sqrt(math.fsum(residuals) * questions / (questions - 1)) / count
+
+
+def _words(settings: TaskSettings) -> list[str]:
+    """The options of `lowbit-run evaluate` for some settings."""
+    words = ["--tasks", ",".join(settings.names), "--chat" if settings.chat else "--raw"]
+    values: Mapping[str, object] = {
+        "--task-folder": settings.task_folder,
+        "--limit": settings.limit,
+        "--num-fewshot": settings.few_shot,
+    }
+    for flag, value in values.items():
+        words += [] if value is None else [flag, str(value)]
+    thinking = {True: ["--think"], False: ["--no-think"], None: []}
+    return [*words, *thinking[settings.thinking]]
+
+
+def _run(folder: Path, words: Sequence[str], file: Path) -> TaskRun:
+    """Results of `lowbit-run evaluate`, which ends with this process where a signal ends it."""
+    # The same Python, which has the packages that were found; its stderr is the user's.
+    command = [sys.executable, "-m", "lowbit.runtime", "evaluate", str(folder.resolve()), *words]
+    # Ctrl-C reaches all processes of a terminal, and one farewell is enough.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        code = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if code < 0:
+        raise ResourceError(
+            f"`lowbit-run evaluate {folder}` was ended by signal {-code}",
+            hint="a system without free memory does that; see what else runs there",
+        )
+    if code:
+        raise TasksError(folder, code)
+    return read_run(file)
