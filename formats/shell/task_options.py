@@ -7,13 +7,13 @@ import click
 
 from lowbit.formats.shell.options import Count, folders, with_options
 
-# Parameters of `task_options` by the option that the user writes.
+# Parameters of `task_options`: the option that the user writes, and the value without it.
 FLAGS = {
-    "task_folder": "--task-folder",
-    "limit": "--limit",
-    "few_shot": "--num-fewshot",
-    "chat": "--chat",
-    "thinking": "--think or --no-think",
+    "task_folder": ("--task-folder", None),
+    "limit": ("--limit", None),
+    "few_shot": ("--num-fewshot", None),
+    "chat": ("--chat", False),
+    "thinking": ("--think or --no-think", None),
 }
 
 task_options = with_options(
@@ -61,8 +61,8 @@ def task_names(tasks: str | None, given: dict[str, Any]) -> tuple[str, ...]:
         click.UsageError: options that would have no effect, or no name between the commas.
     """
     if tasks is None:
-        for name, flag in FLAGS.items():
-            if given[name] not in (None, False):
+        for name, (flag, absent) in FLAGS.items():
+            if given[name] is not absent:
                 raise click.UsageError(f"{flag} needs --tasks.")
         return ()
     names = tuple(task.strip() for task in tasks.split(",") if task.strip())

@@ -11,14 +11,27 @@ import pytest
 
 from lowbit.convert import Recipe
 from lowbit.convert.measure.record import read_quality
-from lowbit.convert.report.files import check_reports, left_out, write_reports
+from lowbit.convert.report.files import (
+    check_reports,
+    known_tasks,
+    left_out,
+    save_tasks,
+    write_reports,
+)
+from lowbit.convert.report.reporting import save_report
 from lowbit.convert.report.verdict import judge
 from lowbit.formats.errors import FormatError, LowbitError, ResourceError
 from lowbit.formats.files import atomic
 from lowbit.formats.files.atomic import replace_files
 from lowbit.formats.judgement import read_judgement
 from lowbit.formats.packed import open_packed
-from lowbit.formats.tasks import TaskReport, TaskResult, manifest_sha256, write_tasks
+from lowbit.formats.tasks import (
+    TaskReport,
+    TaskResult,
+    manifest_sha256,
+    read_tasks,
+    write_tasks,
+)
 from tests.conversions import convert
 from tests.convert.report.samples import make_report
 
@@ -75,7 +88,10 @@ def test_the_page_has_the_folder_s_bytes_and_tasks(packed: Path) -> None:
     )
     tasks = TaskReport("0.1.0", "lm-eval 1", manifest_sha256(packed), (result,))
     write_tasks(packed, tasks)
-    write_reports(open_packed(packed), make_report())
+    saved = save_report(open_packed(packed), make_report(), None, overwrite=False)
+    saved.raise_failure()
+    assert saved.quality.tasks == tasks
+    assert read_quality(packed) == saved.quality
     page = (packed / "quality.html").read_text()
     assert "Where the bytes went" in page
     assert "arc_easy" in page
@@ -86,8 +102,25 @@ def test_results_of_an_earlier_conversion_are_left_out(packed: Path) -> None:
         "arc_easy", "acc", 0.8123, 0.1, 9, True, 0, None, False, 512, "cpu", "bf16", "1"
     )
     write_tasks(packed, TaskReport("0.1.0", "lm-eval 1", "ab" * 32, (result,)))
-    write_reports(open_packed(packed), make_report())
+    saved = save_report(open_packed(packed), make_report(), None, overwrite=False)
+    assert saved.quality.tasks is None
     assert "arc_easy" not in (packed / "quality.html").read_text()
+
+
+def test_results_written_elsewhere_come_before_the_folder_s(packed: Path, tmp_path: Path) -> None:
+    digest, out = manifest_sha256(packed), tmp_path / "new" / "out"
+    rows = [
+        TaskResult(name, "acc", 0.5, 0.1, 9, True, 0, None, False, 512, "cpu", "bf16", "1")
+        for name in ("old", "new", "newer")
+    ]
+    old, new, newer = (TaskReport("0.1.0", "lm-eval 1", digest, (row,)) for row in rows)
+    write_tasks(packed, old)
+    opened = open_packed(packed)
+    assert known_tasks(opened, out) == old
+    save_tasks(packed, new, out)
+    save_tasks(packed, newer, out)
+    assert known_tasks(opened, out) == replace(new, tasks=(rows[1], rows[2]))
+    assert known_tasks(opened) == read_tasks(packed) == old
 
 
 def test_own_draft_is_renewed(packed: Path, converted: Path) -> None:

@@ -6,13 +6,14 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
-from lowbit.formats.tasks import TaskResult
+from lowbit.formats.tasks import SampleScores, TaskResult
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.evaluate.evaluate import read_results
+from lowbit.runtime.evaluate.evaluate import read_results, read_scores
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 BUNDLED = EXAMPLES / "models" / "tiny-qwen3"
@@ -99,3 +100,35 @@ def test_rows_of_a_harness_result() -> None:
                    "2"),
         TaskResult("both", "acc", None, None, 6, None, None, 5, False, 64, "cpu", "int8", ""),
     )  # fmt: skip
+
+
+def test_scores_of_metrics_that_are_means() -> None:
+    """IFEval has a list of scores a question; a perplexity and a corpus's F1 are no means."""
+
+    def sample(number: int, filter: str = "none", **metrics: Any) -> dict[str, Any]:
+        names = {"doc_hash": f"{number:064x}", "filter": filter, "metrics": list(metrics)}
+        return {**names, **metrics}
+
+    def row(task: str, metric: str, value: float | None) -> TaskResult:
+        return TaskResult(
+            task, metric, value, None, 2, None, None, None, False, 64, "cpu", "bf16", "1"
+        )
+
+    samples = {
+        "ifeval": [
+            sample(0, prompt=True, inst=[True, False], f1=0.5, ppl=(-2.0, 3), odd=math.nan),
+            sample(1, prompt=False, inst=[True], f1=0.25, ppl=(-1.0, 2), odd=1.0),
+        ],
+        "gsm8k": [sample(2, "strict", exact=1.0), sample(2, "none", exact=0.0)],
+    }
+    rows = (
+        *(row("ifeval", "prompt", 0.5), row("ifeval", "inst", 2 / 3), row("ifeval", "f1", 0.4)),
+        *(row("ifeval", "ppl", 1.8), row("ifeval", "odd", 1.0)),
+        *(row("gsm8k", "exact (strict)", 1.0), row("gsm8k", "exact", None)),
+    )
+    questions = (f"{0:064x}", f"{1:064x}")
+    assert read_scores({"samples": samples}, rows) == (
+        SampleScores("ifeval", "prompt", questions, (1.0, 0.0), (1, 1)),
+        SampleScores("ifeval", "inst", questions, (1.0, 1.0), (2, 1)),
+        SampleScores("gsm8k", "exact (strict)", (f"{2:064x}",), (1.0,), (1,)),
+    )

@@ -17,9 +17,9 @@ from click.testing import CliRunner, Result
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
-from lowbit.formats.tasks import manifest_sha256, read_tasks
+from lowbit.formats.tasks import TaskSettings, manifest_sha256, read_run, read_tasks
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.evaluate.evaluate import TaskSettings, evaluate
+from lowbit.runtime.evaluate.evaluate import evaluate
 
 pytestmark = pytest.mark.clients
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -194,6 +194,22 @@ def test_results_are_kept_beside_the_packed_file(harness: None, packed: Path) ->
     replaced = read_tasks(packed)
     assert replaced is not None
     assert {(row.limit, row.chat, row.context) for row in replaced.tasks} == {(3, True, 200)}
+
+
+def test_a_file_of_scores_leaves_the_folder_as_it_is(
+    harness: None, packed: Path, tmp_path: Path
+) -> None:
+    before = read_tasks(packed)
+    done = run(str(packed), *LOCAL, "--limit", "5", "--out", str(tmp_path / "run.json"))
+    assert done.exit_code == 0, done.stderr
+    assert read_tasks(packed) == before
+    written = read_run(tmp_path / "run.json")
+    rows = {row.metric: row for row in written.report.tasks}
+    assert [own.metric for own in written.scores] == list(rows) == ["acc", "acc_norm"]
+    for own in written.scores:
+        assert len(set(own.documents)) == 5
+        assert own.counts == (1,) * 5
+        assert sum(own.totals) / 5 == rows[own.metric].value
 
 
 def test_the_original_gets_no_file(harness: None) -> None:
