@@ -153,13 +153,20 @@ def test_a_process_that_the_system_ends_is_named(stand_in: Path, tmp_path: Path)
 def test_a_process_ends_with_this_one(
     stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    calls: list[str] = []
     started: list[int] = []
 
     class Interrupted(subprocess.Popen[bytes]):
+        def terminate(self) -> None:
+            calls.append("terminate")
+            super().terminate()
+
         def wait(self, timeout: float | None = None) -> int:
-            if not started:
+            calls.append("wait")
+            if len(calls) == 1:
                 started.append(self.pid)
                 raise KeyboardInterrupt
+            assert "terminate" in calls  # else it would wait for ever
             return super().wait(timeout)
 
     os.mkfifo(stand_in / "pipe")
