@@ -105,40 +105,42 @@ def test_chosen_bits_beat_uniform_ones(run_here: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_leaks_of_parts_are_those_of_folders_with_that_part_alone(
-    run_here: Run, tmp_path: Path
-) -> None:
+def test_leaks_of_parts_are_those_of_folders(run_here: Run, tmp_path: Path) -> None:
     """Round-to-nearest: codes of a part do not depend on the others."""
     model, text = EXAMPLES / "models" / "tiny-qwen3", EXAMPLES / "data" / "stories-eval.txt"
-    folders = {
+    down = "*.down_proj"
+    only = (Override("*", 16), Override(down, 4))
+    recipes = {
         "all": Recipe("int4"),
         "head": Recipe("int4", overrides=(Override("*.layers.*", 16),)),
-        "mlp.down_proj": Recipe(
-            "int4", head="bf16", overrides=(Override("*", 16), Override("*.down_proj", 4))
-        ),
+        "mlp.down_proj": Recipe("int4", head="bf16", overrides=only),
+        "all but mlp.down_proj": Recipe("int4", overrides=(Override(down, 16),)),
     }
-    for name, recipe in folders.items():
+    ids = load_text_tokenizer(model, "the test").encode(text.read_text(encoding="utf-8"))
+    windows, cpu, kl = cut_samples(ids, 512, 8), torch.device("cpu"), {}
+    for name, recipe in recipes.items():
         convert(model, tmp_path / name, recipe)
+        pair = open_pair(model, tmp_path / name)
+        with torch.inference_mode():
+            models = (
+                load_layered_model(pair.original, 512, cpu),
+                load_layered_model(pair.packed, 512, cpu),
+            )
+            kl[name] = float(compare(models, windows, cpu, lambda _: None).figures.kl.mean())
     figures = tmp_path / "figures.json"
     options = ("--windows", "8", "--text", str(text), "--json", str(figures))
-    script = BENCHMARKS / "leaks_by_kind.py"
-    done = run_here(script, str(model), str(tmp_path / "all"), *options)
+    done = run_here(BENCHMARKS / "leaks_by_kind.py", str(model), str(tmp_path / "all"), *options)
     assert done.returncode == 0, done.stderr
     leaks = {row["part"]: row for row in json.loads(figures.read_text())}
-    ids = load_text_tokenizer(model, "the test").encode(text.read_text(encoding="utf-8"))
-    windows = cut_samples(ids, 512, 8)
-    for name in folders:
-        pair, device = open_pair(model, tmp_path / name), torch.device("cpu")
-        with torch.inference_mode():
-            models = tuple(
-                load_layered_model(side, 512, device) for side in (pair.original, pair.packed)
-            )
-            kl = compare((models[0], models[1]), windows, device, lambda _: None).figures.kl
-        assert leaks[name]["kl"] == pytest.approx(float(kl.mean()), rel=1e-3)
-    assert leaks["embedding"]["kl"] == 0
-    layers = [row["kl"] for part, row in leaks.items() if part.startswith("layer ")]
+    for name in ("all", "head", "mlp.down_proj"):
+        assert leaks[name]["kl"] == pytest.approx(kl[name], rel=1e-3)
+    saved = kl["all"] - kl["all but mlp.down_proj"]
+    assert leaks["mlp.down_proj"]["saved"] == pytest.approx(saved, rel=1e-3)
+    assert leaks["embedding"]["kl"] == leaks["embedding"]["saved"] == 0
+    layers = [row for part, row in leaks.items() if part.startswith("layer ")]
     assert len(layers) == 6
-    assert sum(layers) == pytest.approx(leaks["all"]["kl"], rel=0.1)
+    for figure in ("kl", "saved"):
+        assert sum(row[figure] for row in layers) == pytest.approx(kl["all"], rel=0.1)
 
 
 @pytest.mark.slow

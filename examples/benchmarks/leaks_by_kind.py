@@ -1,14 +1,18 @@
-"""Mean KL that each part of a packed model adds alone, all its other weights being the original's.
+"""Mean KL that each part of a packed model adds alone, and that it saves as the original's.
 
     python examples/benchmarks/real_models.py smollm2-135m-instruct models/smollm2
     lowbit-convert models/smollm2 models/smollm2-int4
     python examples/benchmarks/leaks_by_kind.py models/smollm2 models/smollm2-int4
 
 Parts are the embedding, the head, every kind of fused set in all layers, the first and the last two
-layers, and every layer. Their KL adds up to about that of the whole, the last row. `of KL` and
-`of bytes` are shares of the whole's: a part whose first share is far above its second would gain
-most by more bits. KL is KL(original || part packed) in nats a token; ± is its standard error over
-windows, spread over the report's own WikiText unless --text names another file.
+layers, and every layer. `KL alone` is that of the original with the part packed, `KL saved` how
+much less the packed folder has with the part left as in the original. By round-to-nearest both are
+about the same and sum to the whole's KL, the last row. GPTQ chooses codes that make up for errors
+of earlier layers: alone such codes correct what is not there, and only what is saved counts. A part
+whose share of the KL is far above its share of the bytes gains most by more bits.
+
+KL is KL(original || variant) in nats a token; ± is the standard error over windows, spread over the
+report's own WikiText unless --text names another file.
 
 The original of a rotated folder is rotated, too, in FP32: its logits are the same, and its weights
 are in the basis of the packed ones.
@@ -17,8 +21,7 @@ are in the basis of the packed ones.
 import argparse
 import copy
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -59,12 +62,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """A part's loss."""
+    """A part's loss, in nats a token; errors are None below 8 windows."""
 
     part: str
     size_bytes: int  # of its tensors in the packed folder
-    kl: float  # nats a token
-    kl_error: float | None  # None below 8 windows
+    kl: float  # of the part alone
+    kl_error: float | None
+    saved: float  # less KL of the whole folder, where the part stays the original's
+    saved_error: float | None  # paired by windows
 
 
 def parse() -> argparse.Namespace:
@@ -124,48 +129,50 @@ def size_of(pair: Pair, part: Part) -> int:
 
 def states_of(
     models: tuple[LayeredModel, LayeredModel],
-    parts: Sequence[Part],
+    variants: Sequence[Takes],
     windows: Tensor,
     device: torch.device,
     pool: Pool,
     advance: Callable[[int], None],
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Inputs of the head in the original, and in each part's model where they are others.
+) -> list[Tensor]:
+    """Inputs of the head in every variant: [windows * (T - 1), h] each.
+
+    As long as a variant is the original, or the whole packed model, it shares its states.
 
     Args:
         models: original and packed.
-
-    Returns:
-        [windows * (T - 1), h] each.
+        variants: the original and the packed model first.
     """
     original, packed = models
-    own, states = embed(original, windows, device), {}
-    for part in parts:
-        if part.takes(packed.embedding):
-            states[part.name] = embed(packed, windows, device)
+    bases = [embed(model, windows, device) for model in models]
+    states = [bases[takes(packed.embedding)] for takes in variants]
     for number in range(len(original.layers)):
-        layers = tuple(load_layer(model, number, device) for model in models)
-        names = list(layers[0].module.state_dict())
+        layers = [load_layer(model, number, device) for model in models]
+        names = set(layers[0].module.state_dict())
         prefix = f"{original.prefix}layers.{number}."
-        for part in parts:
-            taken = {name for name in names if part.takes(f"{prefix}{name}")}
-            if not taken and part.name not in states:
+        taken = [{name for name in names if takes(f"{prefix}{name}")} for takes in variants]
+        for place, own in enumerate(taken):
+            unchanged = not own if states[place] is bases[0] else own == names
+            shared = any(states[place] is base for base in bases)
+            if shared and unchanged:
                 continue
-            hidden = states.setdefault(part.name, own.clone())
-            pass_through(mixed(original, number, layers, taken), hidden, device, pool)
-        pass_through(layers[0], own, device, pool)
+            if shared:
+                states[place] = states[place].clone()
+            pass_through(mixed(original, number, layers, own), states[place], device, pool)
+        for base, layer in zip(bases, layers, strict=True):
+            pass_through(layer, base, device, pool)
         advance(1)
     norm = f"{original.prefix}norm.weight"
-    return scored_states(original, own), {
-        part.name: scored_states(packed if part.takes(norm) else original, states[part.name])
-        for part in parts
-        if part.name in states
-    }
+    finals = [scored_states(model, base.clone()) for model, base in zip(models, bases, strict=True)]
+    return [
+        finals[[base is each for base in bases].index(True)]
+        if any(base is each for base in bases)
+        else scored_states(models[takes(norm)], each)
+        for each, takes in zip(states, variants, strict=True)
+    ]
 
 
-def mixed(
-    model: LayeredModel, number: int, layers: tuple[Layer, ...], taken: Iterable[str]
-) -> Layer:
+def mixed(model: LayeredModel, number: int, layers: Sequence[Layer], taken: Iterable[str]) -> Layer:
     """A layer of the original, the first, with some weights of the packed one, the second."""
     own, packed = (layer.module.state_dict() for layer in layers)
     module = copy.deepcopy(model.layers[number]).requires_grad_(False)
@@ -175,33 +182,30 @@ def mixed(
 
 def divergences(
     models: tuple[LayeredModel, LayeredModel],
-    parts: Sequence[Part],
-    own: Tensor,
-    states: Mapping[str, Tensor],
+    variants: Sequence[Takes],
+    states: Sequence[Tensor],
     windows: int,
     pool: Pool,
 ) -> Tensor:
-    """Mean KL from the original by window and part: [windows, parts]."""
+    """Mean KL from the original, the first variant, by window and variant: [windows, variants]."""
     original, packed = models
+    own = states[0]
     scored = len(own) // windows
     log_z = log_partition(original, own, pool).to(torch.float32)
-    sums = [Divergences(len(parts), scored, own.device) for _ in range(windows)]
+    sums = [Divergences(len(variants), scored, own.device) for _ in range(windows)]
     every = slice(0, scored)
     heads = (model.weights.rows(model.head, HEAD_ROWS, own.device) for model in models)
     for (_, rows), (_, packed_rows) in zip(*heads, strict=True):
 
         def add(window: int, rows: Tensor = rows, packed_rows: Tensor = packed_rows) -> None:
             here = slice(window * scored, (window + 1) * scored)
-            logits = own[here] @ rows.T
-            p = (logits - log_z[here, None]).exp_()
-            for number, part in enumerate(parts):
-                x = states.get(part.name, own)[here]
-                takes = part.takes(packed.head)
-                if not takes and part.name not in states:
-                    continue  # this part changes nothing that the model reads
+            p = (own[here] @ rows.T).sub_(log_z[here, None]).exp_()
+            error = packed_rows - rows
+            for number, (takes, x) in enumerate(zip(variants, states, strict=True)):
                 # Less cancels in the product of a difference than in one of two products.
-                d = (x - own[here]) @ rows.T
-                d += x @ (packed_rows - rows).T if takes else 0.0
+                d = (x[here] - own[here]) @ rows.T
+                if takes(packed.head):
+                    d += x[here] @ error.T
                 sums[window].add(number, every, p, d)
 
         for_each(pool, add, range(windows))
@@ -209,7 +213,7 @@ def divergences(
 
 
 def measure(options: argparse.Namespace) -> list[Leak]:
-    """The loss of every part."""
+    """The loss of every part, the whole last."""
     pair, device = open_pair(options.source, options.packed), open_device(options.device)
     text = options.text.read_text(encoding="utf-8") if options.text else default_texts()[0].content
     ids = load_text_tokenizer(options.source, "the windows").encode(text)
@@ -219,7 +223,7 @@ def measure(options: argparse.Namespace) -> list[Leak]:
             load_layered_model(pair.original, WINDOW, device),
             load_layered_model(pair.packed, WINDOW, device),
         )
-        parts = parts_of(pair, models[1])
+        *parts, whole = parts_of(pair, models[1])
         done, count = 0, len(models[0].layers)
 
         def advance(steps: int) -> None:
@@ -227,31 +231,54 @@ def measure(options: argparse.Namespace) -> list[Leak]:
             done += steps
             progress("logits", done, count)
 
+        alone = [part.takes for part in parts]
+        variants: list[Takes] = [takes_none, whole.takes, *alone]
+        variants += [partial(but, takes) for takes in alone]
         with alone_on_threads(device) as pool:
-            own, states = states_of(models, parts, windows, device, pool, advance)
-            kl = divergences(models, parts, own, states, len(windows), pool)
-    return [
-        Leak(part.name, size_of(pair, part), float(mean), mean_error(column))
-        for part, mean, column in zip(parts, kl.mean(0), kl.T, strict=True)
-    ]
+            states = states_of(models, variants, windows, device, pool, advance)
+            _, all_kl, *kl = divergences(models, variants, states, len(windows), pool).T
+    rows = zip(parts, kl[: len(parts)], kl[len(parts) :], strict=True)
+    leaks = [leak(pair, part, own, all_kl - rest) for part, own, rest in rows]
+    return [*leaks, leak(pair, whole, all_kl, all_kl)]
+
+
+def takes_none(_: str) -> bool:
+    """The original."""
+    return False
+
+
+def but(takes: Takes, name: str) -> bool:
+    """The packed model without a part."""
+    return not takes(name)
+
+
+def leak(pair: Pair, part: Part, kl: Tensor, saved: Tensor) -> Leak:
+    """A part's loss from figures by window."""
+    size = size_of(pair, part)
+    return Leak(
+        part.name, size, float(kl.mean()), mean_error(kl), float(saved.mean()), mean_error(saved)
+    )
 
 
 def show(title: str, leaks: Sequence[Leak]) -> None:
-    """Print a table whose bars are the shares of the KL."""
+    """Print a table whose bars are what parts save."""
     whole = leaks[-1]
-    widest = max(leak.kl for leak in leaks[:-1])
-    table = plain_table(title, ("part",), ("MB", "of bytes", "KL", "±", "of KL"))
+    widest = max(leak.saved for leak in leaks[:-1])
+    figures = ("MB", "of bytes", "KL alone", "±", "of KL", "KL saved", "±", "of KL")
+    table = plain_table(title, ("part",), figures)
     table.add_column("")
     for leak in leaks:
-        error = "" if leak.kl_error is None else f"{leak.kl_error:.1g}"
+        cells = []
+        for value, error in ((leak.kl, leak.kl_error), (leak.saved, leak.saved_error)):
+            shown = "" if error is None else f"{error:.1g}"
+            cells += [f"{value:.5f}", shown, f"{value / whole.kl:.1%}" if whole.kl else ""]
+        bar = Bar(widest, 0, max(0.0, leak.saved), width=20) if widest > 0 else ""
         table.add_row(
             leak.part,
             f"{leak.size_bytes / 1e6:.2f}",
             f"{leak.size_bytes / whole.size_bytes:.1%}",
-            f"{leak.kl:.5f}",
-            error,
-            f"{leak.kl / whole.kl:.1%}" if whole.kl else "",
-            "" if leak is whole else Bar(widest or math.inf, 0, leak.kl, width=24),
+            *cells,
+            "" if leak is whole else bar,
         )
     results().print(table)
 
