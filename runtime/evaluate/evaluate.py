@@ -18,7 +18,8 @@ from typing import Any
 import numpy
 import torch
 
-from lowbit.formats.errors import RequestError
+from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.machine.system import install_hint
 from lowbit.formats.tasks import (
     SampleScores,
     TaskReport,
@@ -198,13 +199,24 @@ def find_tasks(settings: TaskSettings) -> Any:
 
 
 def _load_tasks(settings: TaskSettings, manager: Any) -> Any:
-    """Tasks as the harness loads them; RequestError where one is broken or of another kind."""
+    """Tasks as the harness loads them.
+
+    Raises:
+        RequestError: one is broken or of another kind.
+        ResourceError: a package that one needs is not installed.
+    """
     from datasets.exceptions import DatasetsError
 
     manager = manager or find_tasks(settings)
     try:
         with contextlib.chdir(settings.task_folder or Path()):
             loaded = manager.load(list(settings.names))
+    except ModuleNotFoundError as error:
+        tasks = ", ".join(f"`{name}`" for name in settings.names)
+        raise ResourceError(
+            f"{tasks} cannot be loaded: `{error.name}` is not installed",
+            hint=f"{install_hint('evaluate')}, or what the task's README asks for",
+        ) from None
     except (DatasetsError, KeyError, TypeError, ValueError) as error:
         tasks = ", ".join(f"`{name}`" for name in settings.names)
         raise RequestError(f"{tasks} cannot be loaded: {error}") from error

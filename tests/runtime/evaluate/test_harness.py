@@ -230,12 +230,16 @@ def test_broken_tasks_are_one_message(harness: None, tmp_path: Path) -> None:
     describe("garbled", dataset_kwargs="{data_files: {test: bad.jsonl}}", test_split="test")
     describe("unsafe", dataset_kwargs="{data_files: {test: good.jsonl}}", unsafe_code="true",
              test_split="test", doc_to_text="q", doc_to_choice="c", doc_to_target="a")  # fmt: skip
+    describe("lacking", dataset_kwargs="{data_files: {test: good.jsonl}}", test_split="test",
+             process_results="!function lacking.score")  # fmt: skip
+    (tmp_path / "lacking.py").write_text("import no_such_package\n")
     (tmp_path / "good.jsonl").write_text('{"q": "?", "c": ["x", "y"], "a": 0}\n')
     options = ("--task-folder", str(tmp_path), "--device", "cpu")
     for name, message in (
         ("lost", "nowhere.jsonl"),
         ("garbled", "`garbled` cannot be loaded"),
         ("unsafe", "`unsafe` runs what the model writes"),
+        ("lacking", "`lacking` cannot be loaded: `no_such_package` is not installed"),
     ):
         failed = run(str(BUNDLED), "--tasks", name, *options)
         assert failed.exit_code == 1, name
