@@ -154,4 +154,4 @@ def test_a_report_is_measured_again(cli: "Cli", short: Path, tmp_path: Path) -> 
     assert "name its texts, in its order, by --eval-text" in other.stderr
     mixed = cli("report", packed, "--source", short, *options, "--check", packed, "--long")
     assert mixed.exit_code == 2
-    assert "--check takes no --out, --overwrite, --gate or --long" in mixed.stderr
+    assert "--check takes no --out, --overwrite, --gate, --long or --tasks" in mixed.stderr
