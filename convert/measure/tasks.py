@@ -8,6 +8,7 @@ two independent results.
 
 import importlib.util
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -155,12 +156,18 @@ def _words(settings: TaskSettings) -> list[str]:
 
 def _run(folder: Path, words: Sequence[str], file: Path) -> TaskRun:
     """Results of `lowbit-run evaluate`, which ends with this process where a signal ends it."""
-    # The same Python, which has the packages that were found; its stderr is the user's.
-    command = [sys.executable, "-m", "lowbit.runtime", "evaluate", str(folder.resolve()), *words]
+    # The same Python with the same packages, whatever lies in the working directory (-P).
+    command = [sys.executable, "-P", "-m", "lowbit.runtime", "evaluate", str(folder.resolve())]
+    packages = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     # Ctrl-C reaches all processes of a terminal, and one farewell is enough.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*command, *words],
+            env=packages,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # its table; the report has both models' results
+        )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:

@@ -107,6 +107,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "elif end.exists():\n"
         "    sys.exit(code)\n"
         "blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())\n"
+        "(here / 'path').write_text(os.environ['PYTHONPATH'])\n"
         "(here / 'blocked').write_text(str(signal.SIGINT in blocked))\n"
         "shutil.copy(here / 'answer', sys.argv[sys.argv.index('--out') + 1])\n"
     )
@@ -126,13 +127,15 @@ def test_both_models_are_asked_alike_and_in_the_same_context(
     first, second = (line.split("|") for line in (stand_in / "asked").read_text().splitlines())
     file = first[first.index("--out") + 1]
     assert first == [
-        *("-m", "lowbit.runtime", "evaluate", str(folders[0]), "--tasks", "arc,ifeval", "--chat"),
+        *("-P", "-m", "lowbit.runtime", "evaluate", str(folders[0])),
+        *("--tasks", "arc,ifeval", "--chat"),
         *("--task-folder", str(tmp_path), "--limit", "4", "--num-fewshot", "2", "--no-think"),
         *("--device", "cpu", "--out", file),
     ]
-    assert second == [*first[:3], str(folders[1]), *first[4:], "--context", "96"]
+    assert second == [*first[:4], str(folders[1]), *first[5:], "--context", "96"]
     assert [text.rpartition("/")[2] for text in told] == ["original", "packed"]
     assert not Path(file).parent.exists()
+    assert (stand_in / "path").read_text() == os.pathsep.join(sys.path)
     assert (stand_in / "blocked").read_text() == "True"  # Ctrl-C is this process's to hear
 
 
