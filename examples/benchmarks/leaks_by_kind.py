@@ -8,8 +8,8 @@ Parts are the embedding, the head, every kind of fused set in all layers, the fi
 layers, and every layer. `KL alone` is that of the original with the part packed, `KL saved` how
 much less the packed folder has with the part left as in the original. By round-to-nearest both are
 about the same and sum to the whole's KL, the last row. GPTQ chooses codes that make up for errors
-of earlier layers: alone such codes correct what is not there, and only what is saved counts. A part
-whose share of the KL is far above its share of the bytes gains most by more bits.
+of earlier parts: alone they correct what is not there, and a part left as it was no longer corrects
+others, so that it may save less than nothing. `lowbit-convert sensitivity` has costs that add up.
 
 KL is KL(original || variant) in nats a token; ± is the standard error over windows, spread over the
 report's own WikiText unless --text names another file.
@@ -23,6 +23,7 @@ import copy
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
@@ -81,6 +82,7 @@ def parse() -> argparse.Namespace:
     add("packed", type=Path, help="folder made from it")
     add("--text", type=Path, metavar="FILE", help="default: the report's WikiText")
     add("--windows", type=int, default=10, help="of 512 tokens")
+    add("--parts", default="*", metavar="PATTERN", help="to measure, as in '[!l]*'; default: all")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--json", type=Path, metavar="FILE", help="write the figures here")
     return parser.parse_args()
@@ -224,6 +226,7 @@ def measure(options: argparse.Namespace) -> list[Leak]:
             load_layered_model(pair.packed, WINDOW, device),
         )
         *parts, whole = parts_of(pair, models[1])
+        parts = [part for part in parts if fnmatchcase(part.name, options.parts)]
         done, count = 0, len(models[0].layers)
 
         def advance(steps: int) -> None:
@@ -263,7 +266,7 @@ def leak(pair: Pair, part: Part, kl: Tensor, saved: Tensor) -> Leak:
 def show(title: str, leaks: Sequence[Leak]) -> None:
     """Print a table whose bars are what parts save."""
     whole = leaks[-1]
-    widest = max(leak.saved for leak in leaks[:-1])
+    widest = max((leak.saved for leak in leaks[:-1]), default=0.0)
     figures = ("MB", "of bytes", "KL alone", "±", "of KL", "KL saved", "±", "of KL")
     table = plain_table(title, ("part",), figures)
     table.add_column("")
