@@ -32,7 +32,7 @@ quick: $(VENV)/.installed-dev  # about a minute: what mirrors the files that dif
 test-nightly: $(VENV)/.installed-dev  # 400 examples of each property in place of 25
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal --hypothesis-profile nightly -m "hypothesis and $(USUAL)"
 
-test-kernels: $(VENV)/.installed-dev  # compiles every kernel for Hopper and for one of the other cards, in one of 64 launches, which LAUNCHES=WORD draws anew; KERNELS=DIR keeps what is compiled; one at a time, since they are few and long
+test-kernels: $(VENV)/.installed-dev  # compiles every kernel for Hopper and for one of the other cards, in one of 64 launches, which LAUNCHES=WORD draws anew; KERNELS=DIR keeps what is compiled; emulates the shapes that make test leaves out; one at a time, since they are few and long
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist load --maxschedchunk 1 -m "kernels and not every_kernel" $(call marked,kernels)
 
 test-every-kernel: $(VENV)/.installed-dev  # before a release: every launch of every kernel

@@ -33,6 +33,8 @@ ROUNDINGS = 2
 HALF_ULP = 2.0**-8 * 1.001
 CONTEXT = 1024
 
+kernels = pytest.mark.kernels  # make test-kernels runs them
+
 
 SMALL = {
     "one": Heads(1, 1, 64, 64, gain=BF16),
@@ -52,6 +54,11 @@ ON_GPU = [
     pytest.param(heads, id=name, marks=pytest.mark.gpu) for name, heads in (REAL | MORE).items()
 ]
 HEADS = [pytest.param(heads, id=name) for name, heads in SMALL.items()] + ON_GPU
+FEW = ("128", "gated-128", "32")  # others with `kernels`, and alone in `test_one_token`
+SOME = [
+    pytest.param(heads, id=name, marks=() if name in FEW else kernels)
+    for name, heads in SMALL.items()
+]
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +133,7 @@ def test_one_token(make_model: MakeModel, heads: Heads) -> None:
         make_model(heads, [position]).check([Span(0, position, 1)])
 
 
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("heads", SOME + ON_GPU)
 def test_tokens_of_several_sequences(make_model: MakeModel, heads: Heads) -> None:
     """Sequences of any length, some tokens of each: what they share is the launch."""
     lengths = [0, 60, 63, 250, 255, 300, 600]
@@ -137,11 +144,17 @@ def test_tokens_of_several_sequences(make_model: MakeModel, heads: Heads) -> Non
     model.check([span for span in spans if span.first + span.count <= 256], 256)
 
 
-BITS = ("128", "gated-256")
-ALONE = [pytest.param(SMALL[name], id=name) for name in BITS] + ON_GPU
+COMPANY = [
+    pytest.param(SMALL["gated-256"], id="gated-256"),
+    pytest.param(SMALL["128"], id="128", marks=kernels),
+]
+TOGETHER = [
+    pytest.param(SMALL["128"], id="128"),
+    pytest.param(SMALL["gated-256"], id="gated-256", marks=kernels),
+]
 
 
-@pytest.mark.parametrize("heads", ALONE)
+@pytest.mark.parametrize("heads", COMPANY + ON_GPU)
 def test_same_bits_in_any_company(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, heads: Heads
 ) -> None:
@@ -170,7 +183,7 @@ def test_same_bits_in_any_company(
                     assert torch.equal(rows_of(one, *own), rows_of(other, *own))
 
 
-@pytest.mark.parametrize("heads", ALONE)
+@pytest.mark.parametrize("heads", TOGETHER + ON_GPU)
 def test_same_bits_one_by_one_and_together(
     make_model: MakeModel, device: str, heads: Heads
 ) -> None:

@@ -39,14 +39,18 @@ CASES = [(QWEN3[0], 100, 0, 7), (QWEN3[0], 100, 33, 67), (QWEN3[1], 100, 99, 1)]
 CASES += [(heads, 100, past, M) for heads in SMALL for past, M in ((0, 7), (33, 20))]
 # Beyond PROMPT_TOKENS: large programs on Hopper, PyTorch elsewhere.
 MANY = Heads(2, 1, 32, 32, gain=BF16)
-CASES += [(MANY, 180, 33, 130)]  # `test_attention_prefill_codes` has gated heads
+WITH_KERNELS = [(MANY, 180, 33, 130)]  # `test_attention_prefill_codes` has gated heads always
 LENGTHS = ((0, 777), (1000, 129), (0, 128), (3000, 33), (4001, 200))
 ON_GPU = [(heads, 8192, past, M) for heads in REAL.values() for past, M in LENGTHS]
 
 
 @pytest.mark.parametrize(
     ("heads", "T", "past", "M"),
-    CASES + [pytest.param(*case, marks=pytest.mark.gpu) for case in ON_GPU],
+    [
+        *CASES,
+        *(pytest.param(*case, marks=pytest.mark.kernels) for case in WITH_KERNELS),
+        *(pytest.param(*case, marks=pytest.mark.gpu) for case in ON_GPU),
+    ],
     ids=str,
 )
 def test_prefill(

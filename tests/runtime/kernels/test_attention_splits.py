@@ -28,6 +28,8 @@ EPS = 1e-6
 CONTEXT = 1024
 LENGTHS = [257, 100, 1023, 0, 513]
 
+kernels = pytest.mark.kernels  # make test-kernels runs them
+
 
 @pytest.fixture(autouse=True)
 def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,10 +48,11 @@ def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 SIZES = [
     (4, 2, 64, False, torch.bfloat16, False),
     (3, 1, 128, True, torch.float32, False),
-    (2, 1, 256, True, torch.float32, False),
-    (20, 2, 64, False, torch.bfloat16, False),  # several programs read a kv head
     (6, 2, 128, False, torch.bfloat16, True),
-    (20, 2, 128, False, torch.float32, True),
+    pytest.param(2, 1, 256, True, torch.float32, False, marks=kernels),
+    # Several programs read a kv head.
+    pytest.param(20, 2, 64, False, torch.bfloat16, False, marks=kernels),
+    pytest.param(20, 2, 128, False, torch.float32, True, marks=kernels),
 ]
 
 

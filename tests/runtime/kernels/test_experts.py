@@ -45,9 +45,6 @@ Randn = Callable[..., Tensor]
 gpu = pytest.mark.gpu
 pytestmark = pytest.mark.usefixtures("emulated_experts")
 
-SIZES = pytest.mark.parametrize(
-    "size", [*SMALL, *(pytest.param(s, marks=gpu) for s in REAL)], ids=str
-)
 GIVEN = pytest.mark.parametrize("given", [False, True], ids=["chosen by warps", "given"])
 ON_GPU = pytest.mark.parametrize("size", [SMALL[0], SMALL[1], SMALL[5], *REAL], ids=str)
 
@@ -58,8 +55,18 @@ def made_routes(
     return experts_route.experts_route(scores, w) if given else None
 
 
-@GIVEN
-@SIZES
+@pytest.mark.parametrize(
+    ("size", "given"),
+    [
+        *((size, n % 2 == 0) for n, size in enumerate(SMALL)),
+        *(
+            pytest.param(size, n % 2 == 1, marks=pytest.mark.kernels)
+            for n, size in enumerate(SMALL)
+        ),
+        *(pytest.param(size, given, marks=gpu) for size in REAL for given in (False, True)),
+    ],
+    ids=str,
+)
 def test_gate_up(size: Size, given: bool, device: str, randn: Randn) -> None:
     w, M = random_experts(size, device), 3
     x, norm = 3 * randn(M, size.h), 1 + 0.2 * randn(size.h)

@@ -31,6 +31,7 @@ from tests.runtime.kernels.expert_layers import (
 Randn = Callable[..., Tensor]
 
 gpu = pytest.mark.gpu
+kernels = pytest.mark.kernels  # make test-kernels runs them
 pytestmark = pytest.mark.usefixtures("emulated_experts")
 
 
@@ -72,7 +73,7 @@ LAUNCHES = [  # without a GPU, each width takes two of them
     ("dtype", "bits"),
     [
         pytest.param(torch.bfloat16, 2, marks=gpu),
-        (torch.bfloat16, 3),
+        pytest.param(torch.bfloat16, 3, marks=kernels),
         (torch.float16, 8),
         (torch.float32, 4),
     ],

@@ -43,12 +43,12 @@ from tests.runtime.kernels.expert_layers import (
 Randn = Callable[..., Tensor]
 
 gpu = pytest.mark.gpu
+kernels = pytest.mark.kernels  # make test-kernels runs them
 pytestmark = pytest.mark.usefixtures("emulated_experts")
 
 SIZES = [*SMALL, Size(8, 192, 320, 5, 2, False, 64), Size(8, 192, 192, 5, 2, True, 192)]
-ALL = pytest.mark.parametrize(
-    "size", [*SIZES, *(pytest.param(s, marks=gpu) for s in REAL)], ids=str
-)
+MANY = SMALL[4:6]  # experts, which take as long to make as all others
+FEW = [size for size in SIZES if size not in MANY]
 ON_GPU = pytest.mark.parametrize("size", [SMALL[0], SMALL[1], SMALL[5], *REAL], ids=str)
 
 
@@ -80,7 +80,8 @@ def one_expert(M: int, size: Size, device: str) -> Tensor:
 
 
 PRODUCTS = [
-    *((size, torch.bfloat16, n % 2 == 0) for n, size in enumerate(SIZES)),
+    *((size, torch.bfloat16, n % 2 == 0) for n, size in enumerate(FEW)),
+    *(pytest.param(size, torch.bfloat16, n == 0, marks=kernels) for n, size in enumerate(MANY)),
     *((size, torch.float16, False) for size in SIZES[:2]),
     *((size, torch.float32, True) for size in (*SIZES[:2], *SIZES[-1:])),
     *(pytest.param(size, torch.bfloat16, False, marks=gpu) for size in REAL),
@@ -102,7 +103,16 @@ def test_down_is_the_reference(
     assert torch.equal(found, product_ref(act[:, 0], stacked(w.down)[0]))
 
 
-@ALL
+@pytest.mark.parametrize(
+    "size",
+    [
+        *FEW,
+        MANY[1],
+        pytest.param(MANY[0], marks=kernels),
+        *(pytest.param(size, marks=gpu) for size in REAL),
+    ],
+    ids=str,
+)
 def test_gate_up(size: Size, device: str, randn: Randn) -> None:
     """Elements of 1 and -1 have a norm of 1, and the gain decides about codes."""
     w, M = scaled(random_experts(size, device, "int8"), torch.bfloat16), 2
@@ -120,8 +130,12 @@ def test_gate_up(size: Size, device: str, randn: Randn) -> None:
 
 
 BLOCKS = [
-    *((size, 8) for size in SIZES),
-    *((size, rows) for size in SIZES[:2] for rows in (16, 32, 48)),
+    *((size, 8) for size in (*FEW, MANY[1])),
+    (SIZES[0], 48),
+    *((SIZES[1], rows) for rows in (16, 32)),
+    *(pytest.param(SIZES[0], rows, marks=kernels) for rows in (16, 32)),
+    pytest.param(SIZES[1], 48, marks=kernels),
+    pytest.param(MANY[0], 8, marks=kernels),
     *(pytest.param(size, rows, marks=gpu) for size in REAL for rows in (8, 16, 32, 48)),
 ]
 

@@ -28,12 +28,19 @@ ONE = pytest.param(1, marks=GPU)  # the kernel for few tokens is not interpreted
 LONG_ERROR = 1e-4  # of the memory after 8192 tokens, whose decays multiply up
 LENGTHS = [1, 2, 3, 4, 63, 64, 65, 130]
 LONG = Sizes(1, 2, 16, 32)  # of many tokens: each head of each is interpreted by itself
-PREFILL = [(SMALL[1], 1), (LONG, 130), (SMALL[0], 5), (SMALL[2], 65)]
+PREFILL = [(SMALL[1], 1), (LONG, 130), (SMALL[0], 5)]
+WITH_KERNELS = [(SMALL[2], 65)]
 PREFILL_REAL = [(sizes, M) for sizes in REAL for M in LENGTHS]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "M"), PREFILL + [pytest.param(*case, marks=GPU) for case in PREFILL_REAL], ids=str
+    ("sizes", "M"),
+    [
+        *PREFILL,
+        *(pytest.param(*case, marks=pytest.mark.kernels) for case in WITH_KERNELS),
+        *(pytest.param(*case, marks=GPU) for case in PREFILL_REAL),
+    ],
+    ids=str,
 )
 def test_prefill(make_layer: MakeLayer, bf16_error: float, sizes: Sizes, M: int) -> None:
     check_prefill(make_layer(sizes), bf16_error, M, HOME)

@@ -37,7 +37,9 @@ def check(w: TiledLinear, x: Tensor, counts: tuple[int, ...]) -> Tensor:
     return alone
 
 
-@pytest.mark.parametrize(("bits", "K"), [(4, LONG[0]), (8, LONG[1])])
+@pytest.mark.parametrize(
+    ("bits", "K"), [(4, LONG[0]), pytest.param(8, LONG[1], marks=pytest.mark.kernels)]
+)
 def test_long_rows(make_tiled: MakeTiled, bits: int, K: int) -> None:
     w = make_tiled(bits, 24, K, 128)
     real = gemv_launch(bits, 320, K * bits // 512, 1, False)  # 5120 rows share K as these do

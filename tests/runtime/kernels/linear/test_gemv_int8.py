@@ -27,6 +27,7 @@ Randn = Callable[..., Tensor]
 EPS = 1e-6
 MOST = 11  # of which a launch takes eight
 FP32 = torch.float32
+kernels = pytest.mark.kernels  # make test-kernels runs them
 
 
 @pytest.fixture(autouse=True)
@@ -134,8 +135,14 @@ def test_no_launch_changes_a_bit(
     assert torch.equal(y, product(x, w))
 
 
-@pytest.mark.parametrize("fused", ["norm", "heads", "paired"])
-@pytest.mark.parametrize(("bits", "K", "G"), [(4, 1024, 128), (8, 2080, 32)])
+FUSED = [(4, 1024, 128, fused) for fused in ("norm", "heads", "paired")]
+WIDER = [(8, 2080, 32, fused) for fused in ("norm", "heads", "paired")]
+
+
+@pytest.mark.parametrize(
+    ("bits", "K", "G", "fused"),
+    [*FUSED, WIDER[0], *(pytest.param(*case, marks=kernels) for case in WIDER[1:])],
+)
 def test_norms_and_pairs(
     make_packed: MakePacked, randn: Randn, fused: str, bits: int, K: int, G: int
 ) -> None:
@@ -210,9 +217,19 @@ LARGER += [
 ]
 
 
-@pytest.mark.parametrize("kernel", ["chosen", "mma"])
 @pytest.mark.parametrize(
-    "promise", PROMISES + [pytest.param(each, marks=pytest.mark.gpu) for each in LARGER], ids=str
+    ("promise", "kernel"),
+    [
+        *((promise, "chosen") for promise in PROMISES),
+        *((promise, "mma") for promise in PROMISES[::2]),
+        *(pytest.param(promise, "mma", marks=kernels) for promise in PROMISES[1::2]),
+        *(
+            pytest.param(promise, kernel, marks=pytest.mark.gpu)
+            for promise in LARGER
+            for kernel in ("chosen", "mma")
+        ),
+    ],
+    ids=str,
 )
 def test_a_token_has_its_bits_in_any_step_and_prompt(
     make_packed: MakePacked, randn: Randn, promise: Promise, kernel: str

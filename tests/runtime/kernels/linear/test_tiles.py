@@ -233,7 +233,9 @@ def integers(device: str) -> Callable[[int], Tensor]:
 
 @pytest.mark.parametrize("paired", [False, True], ids=["", "paired"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize(("N", "K", "G"), [(38, 160, 32), (20, 512, 256)])
+@pytest.mark.parametrize(
+    ("N", "K", "G"), [(38, 160, 32), pytest.param(20, 512, 256, marks=pytest.mark.kernels)]
+)
 def test_lanes_find_their_codes(
     make_packed: MakePacked,
     integers: Callable[[int], Tensor],
