@@ -17,6 +17,7 @@ from lowbit.runtime.models.architectures import BUILD, HEADS
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("convert", "formats", "runtime")
+SEEING = ROOT / "examples" / "models" / "tiny-qwen3.5-vision"
 IMPORTED_AS = {"pillow": "PIL", "pyyaml": "yaml"}  # distributions that are named otherwise
 MAY_IMPORT = {
     "formats": {"formats"},
@@ -314,10 +315,13 @@ def test_importing_loads_little() -> None:
     # Room for sequences is counted on meta tensors, some of whose operations import sympy: 0.8 s.
     code += "from lowbit.runtime.state.sampler import new_sampler_rows\n"
     code += "new_sampler_rows(2, 300, 'meta')\nprint('sympy' in sys.modules)\n"
+    # A model that sees needs Pillow for pictures alone.
+    code += f"model = lowbit.runtime.load({str(SEEING)!r}, device='cpu')\n"
+    code += "model.generate('Hi', max_new_tokens=1)\nprint('PIL' in sys.modules)\n"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT / "tests", capture_output=True, text=True, check=True
     )
-    assert done.stdout.split("\n") == ["[]"] * len(steps) + ["False", "False", ""]
+    assert done.stdout.split("\n") == ["[]"] * len(steps) + ["False", "False", "False", ""]
 
 
 HEAVY = ("huggingface_hub", "jinja2", "numpy", "rich", "tokenizers", "torch", "transformers")

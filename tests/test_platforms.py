@@ -138,8 +138,10 @@ def test_memory_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_resident_memory_is_what_the_system_counts() -> None:
-    """In a process of its own, in which nothing else takes or frees memory."""
+    """In a process of its own, in which nothing else takes or frees memory, torch neither."""
     code = (
+        "import sys, types\n"
+        "sys.modules['torch'] = types.ModuleType('torch')\n"
         "from lowbit.formats.machine.memory import peak_resident_bytes, resident_bytes\n"
         "before = resident_bytes()\n"
         "held = b'x' * 50_000_000\n"

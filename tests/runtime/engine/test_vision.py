@@ -1,7 +1,5 @@
 """Messages with images through `load`, against transformers, and the tower's cache."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -176,16 +174,6 @@ def test_no_weight_of_the_tower_is_read_before_the_first_image(
     model.generate([user(CAT)], max_new_tokens=2)
     model.generate([user(DOG)], max_new_tokens=2)
     assert loads == ["cpu"]
-
-
-def test_pillow_is_not_imported_for_text(folder: Path) -> None:
-    code = (
-        "import sys, lowbit.runtime as r\n"
-        f"m = r.load({str(folder)!r}, device='cpu')\n"
-        "m.generate('Hi', max_new_tokens=1)\n"
-        "assert not [name for name in sys.modules if name.startswith('PIL')]"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_spelled_tokens_are_no_images(model: Model) -> None:
