@@ -1,7 +1,7 @@
 """Small random packed models, and the tokenizer they share."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lowbit.formats.layout.quantization_config import write_quantization_config
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine.plan import Capacity
+from lowbit.runtime.lab import machine_speed
 from lowbit.runtime.state.host_rings import RING
 
 BYTE_TOKENS = 256
@@ -100,6 +101,14 @@ class PackedModel:
 
 
 Schemes = Callable[[str], Scheme | None]  # by role
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _small_buffer() -> Iterator[None]:
+    """The speed of memory is measured on a buffer that takes no time to fill."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(machine_speed.BANDWIDTH_BYTES, "cpu", 1 << 20)
+        yield
 
 
 @pytest.fixture(scope="session")
