@@ -198,21 +198,31 @@ def drafting(shorten: Shorten) -> lowbit.Model:
     return load(shorten("tiny-qwen3.5"), speculate="mtp")
 
 
+def uneven() -> dict[int, Request]:
+    """Requests of which few have long answers."""
+    return {n: request_of(n, 14 if n % 25 == 0 else 4) for n in range(68)}
+
+
+def for_drafts(model: lowbit.Model) -> Runner:
+    return runner_of(model, CacheSize(CONTEXT, MANY, 3 * MANY, 8, drafts=7))
+
+
+@pytest.fixture(scope="module")
+def plain(drafting: lowbit.Model) -> dict[int, Answer]:
+    return answers(Engine(for_drafts(drafting)), uneven())
+
+
 @pytest.mark.parametrize("by", ["ngram", "mtp"])
-def test_drafts_of_many_change_no_token(drafting: lowbit.Model, by: str) -> None:
+def test_drafts_of_many_change_no_token(
+    drafting: lowbit.Model, plain: dict[int, Answer], by: str
+) -> None:
     """All take plain steps until few are left, whose last tokens come in rounds."""
-    runner = runner_of(drafting, CacheSize(CONTEXT, MANY, 3 * MANY, 8, drafts=7))
-
-    def requests() -> dict[int, Request]:
-        return {n: request_of(n, 14 if n % 25 == 0 else 4) for n in range(68)}
-
-    plain = answers(Engine(runner), requests())
-    runner.reset()
+    runner = for_drafts(drafting)
     new = (lambda ids: Repeater()) if by == "ngram" else None
     source = drafting_by(new, runner, 7)
     source.made = None if by == "ngram" else source.made
     engine = Engine(runner, drafting=source)
-    handles = {number: engine.submit(request) for number, request in requests().items()}
+    handles = {number: engine.submit(request) for number, request in uneven().items()}
     sent = []
     while engine.step():
         sent.append(len(engine.scheduler.decoding))
