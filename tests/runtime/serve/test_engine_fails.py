@@ -244,19 +244,23 @@ def test_after_the_end_of_the_engine_nothing_hangs(
 def test_health_fails_while_a_step_hangs(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    go = threading.Event()
+    begun, go = threading.Event(), threading.Event()
     step: Any = Engine._step
 
     def hang(engine: Engine) -> bool:
+        begun.set()
         assert go.wait(30)
         found: bool = step(engine)
         return found
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         patch.setattr(Engine, "_step", hang)
-        patch.setattr(host, "STALLED_S", 0.01)
-        assert healthy(server)  # nobody waits
+        with patch.context() as short:
+            short.setattr(host, "STALLED_S", 0.01)
+            assert healthy(server)  # nobody waits
         asked = pool.submit(ask, server)
+        assert begun.wait(30)  # on a busy machine a short limit ends before that
+        patch.setattr(host, "STALLED_S", 0.01)
         until(lambda: not healthy(server))
         until(lambda: "hangs" in caplog.text)
         assert "in hang" in caplog.text
