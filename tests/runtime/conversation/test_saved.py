@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import LowbitError, RequestError, ResourceError
-from lowbit.runtime.conversation.saved import MAX_BYTES, load, path_of, save
+from lowbit.runtime.conversation import saved
+from lowbit.runtime.conversation.saved import load, path_of, save
 from lowbit.runtime.conversation.turns import Conversation, Turn
 from lowbit.runtime.state.sampling_params import SamplingParams
 
@@ -88,6 +89,7 @@ BROKEN: dict[str, Any] = {
     "a model of no text": GOOD | {"model": 1},
     **{name: GOOD | {"messages": value} for name, value in BROKEN_MESSAGES.items()},
 }
+LIMIT = 1_000_000  # bytes of a file, here
 RAW = {
     "nothing": b"",
     "no JSON": b"{",
@@ -96,13 +98,16 @@ RAW = {
     "deep": b"[" * 200_000,
     "a number of many digits": b'{"lowbit_conversation": ' + b"1" * 5000 + b"}",
     "half a surrogate pair in a field": b'{"lowbit_conversation": 1, "\\ud800": 1}',
-    "too long": b" " * (MAX_BYTES + 1),
+    "too long": json.dumps(GOOD).encode() + b" " * LIMIT,
     **{name: json.dumps(value).encode() for name, value in BROKEN.items()},
 }
 
 
 @pytest.mark.parametrize("content", RAW.values(), ids=RAW.keys())
-def test_anything_else_is_refused_in_one_sentence(tmp_path: Path, content: bytes) -> None:
+def test_anything_else_is_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    monkeypatch.setattr(saved, "MAX_BYTES", LIMIT)
     path = tmp_path / "talk.json"
     path.write_bytes(content)
     with pytest.raises(RequestError) as caught:
