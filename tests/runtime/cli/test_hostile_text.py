@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError, RequestError
+from lowbit.formats.text import tokenizer
 from lowbit.formats.text.template import MAX_PROMPT_BYTES
 from lowbit.runtime.cli import generate
 from lowbit.runtime.cli.main import main
@@ -79,8 +80,9 @@ def test_a_hostile_template_ends_with_a_sentence(
     ],
 )
 def test_a_hostile_tokenizer_ends_with_a_sentence(
-    parts: dict[str, Any], reason: str, make_model: Make
+    parts: dict[str, Any], reason: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tokenizer, "WORKER_BYTES", tokenizer.WORKER_BYTES // 2)
     folder = make_model().folder
     change(folder, **parts)
     result = run(folder, "--raw")

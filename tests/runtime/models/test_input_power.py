@@ -17,6 +17,7 @@ from lowbit.runtime.cli.main import main
 from lowbit.runtime.models.input_power import TEXTS, calibration_ids, input_power
 from lowbit.runtime.models.loader import load_decoder, open_model
 from lowbit.runtime.text.tokenizer import load_tokenizer
+from tests.short_models import Shorten
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -143,9 +144,9 @@ def test_text_is_bounded(uneven: "PackedModel") -> None:
     assert len(ids) == opened.config.max_position_embeddings == 256
 
 
-def test_command_says_what_it_measures() -> None:
+def test_command_says_what_it_measures(shorten: Shorten) -> None:
     options = ("--quantize", "int4", "--method", "weighted", "--device", "cpu", "--context", "64")
-    command = ["generate", str(MODELS / "tiny-qwen3"), "Once", "--max-new-tokens", "2", *options]
+    command = ["generate", str(shorten("tiny-qwen3")), "Once", "--max-new-tokens", "2", *options]
     done = CliRunner().invoke(main, command)
     assert done.exit_code == 0, done.output
     assert "weighted: measuring the inputs of every linear on a bundled text" in done.stderr
