@@ -36,10 +36,12 @@ SMALL = [
 ]
 ON_HOPPER = [REAL[name] for name in ("qwen3-0.6b", "qwen3-8b", "qwen3.5-2b")]
 CASES = [(QWEN3[0], 100, 0, 7), (QWEN3[0], 100, 33, 67), (QWEN3[1], 100, 99, 1)]
-CASES += [(heads, 100, past, M) for heads in SMALL for past, M in ((0, 7), (33, 20))]
+CASES += [(heads, 100, 0, 7) for heads in SMALL]
+CASES += [(heads, 100, 33, 20) for heads in (SMALL[0], SMALL[-1])]
 # Beyond PROMPT_TOKENS: large programs on Hopper, PyTorch elsewhere.
 MANY = Heads(2, 1, 32, 32, gain=BF16)
 WITH_KERNELS = [(MANY, 180, 33, 130)]  # `test_attention_prefill_codes` has gated heads always
+WITH_KERNELS += [(heads, 100, 33, 20) for heads in SMALL[1:-1]]
 LENGTHS = ((0, 777), (1000, 129), (0, 128), (3000, 33), (4001, 200))
 ON_GPU = [(heads, 8192, past, M) for heads in REAL.values() for past, M in LENGTHS]
 

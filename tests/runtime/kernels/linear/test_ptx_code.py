@@ -96,7 +96,7 @@ def run(code: str, outputs: int, inputs: Sequence[Tensor]) -> tuple[dict[str, Te
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("G", [32, 128, 640])
+@pytest.mark.parametrize("G", [32, 128, pytest.param(640, marks=pytest.mark.kernels)])
 def test_warps_hold_the_fragments_of_wgmma(make_packed: MakePacked, bits: int, G: int) -> None:
     """A's fragment of 16 k: words of rows g, g + 8, then both again, of 8 k more (PTX manual).
 
