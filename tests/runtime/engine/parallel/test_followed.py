@@ -85,6 +85,7 @@ def test_drafts_change_no_token(opened: OpenedModel) -> None:
     assert "RunStep" in crew.tasks
 
 
+@pytest.mark.parametrize("opened", [QWEN3_5], ids=["hybrid"], indirect=True)  # of all layers
 def test_a_large_step_in_eight_bits_has_the_tokens_of_lone_ones(opened: OpenedModel) -> None:
     """More than EXACT_TOKENS sequences pass the layers and the exchanges together."""
     opened = with_activations(opened, "int8")
