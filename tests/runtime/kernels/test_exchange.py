@@ -30,6 +30,7 @@ from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.ptx.peers import MOST_PUSHED, Peers
 from lowbit.runtime.weights.linear import PackedLinear
 from lowbit.runtime.weights.share import PartialLinear, Share
+from tests.runtime.engine.parallel import exchange_rank
 from tests.runtime.kernels import emulator
 from tests.runtime.kernels.emulated_peers import PeerMemory
 from tests.runtime.kernels.emulator import run_kernel
@@ -191,6 +192,17 @@ def test_products_push_their_sums(
         return same
 
     assert on_ranks(ranks, work) == [[True] * 8] * ranks
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run there")
+def test_a_pushed_token_has_the_bits_that_it_has_among_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in the shards of a small model: less than a block of columns, heads that are normed."""
+    monkeypatch.setattr(Tensor, "cuda", lambda x: x)
+    monkeypatch.setattr(exchange_rank, "PRODUCTS", [exchange_rank.PRODUCTS[-1][:3]])
+    monkeypatch.setattr(exchange_rank, "COMPANY", (1, 2, 3))
+    assert on_ranks(2, exchange_rank.pushed_failures) == [[], []]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run there")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.backends import host_memory, symmetric
+from lowbit.runtime.backends.cuda_parallel import partial_product
 from lowbit.runtime.backends.exchange import meet
 from lowbit.runtime.kernels.exchange import (
     exchange_columns,
@@ -24,7 +25,9 @@ from lowbit.runtime.kernels.exchange import (
     sum_pushed,
 )
 from lowbit.runtime.kernels.exchange_wide import exchange_wide
-from lowbit.runtime.kernels.linear.gemv import gemv_pushed, gemv_ref
+from lowbit.runtime.kernels.launch.device import card_of
+from lowbit.runtime.kernels.linear.gemv import gemv_pushed, gemv_ref, pushes
+from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, tiled
 from lowbit.runtime.kernels.ptx.peers import Peers
 from lowbit.runtime.weights.linear import PackedLinear
@@ -33,7 +36,14 @@ from lowbit.runtime.weights.share import Share
 WAIT_S = 60.0
 REPLAYS = 20
 IN_GRAPH = 20
-PRODUCTS = ((4, 4096, 6144), (4, 4096, 2048), (8, 4096, 3072))  # of as many rows
+# Bits, rows and columns of products one after the other, weights of a group and normed heads of x;
+# the rows as in a model: those of one are as many
+PRODUCTS = (
+    ((4, 4096, 6144, 128, 0), (4, 4096, 2048, 128, 16), (8, 4096, 3072, 128, 0)),
+    ((4, 256, 128, 64, 2), (4, 256, 384, 64, 0), (8, 256, 128, 64, 0), (8, 256, 384, 64, 0)),
+)
+COMPANY = (1, 2, 5, 16)  # tokens of a step
+EPS = 1e-6
 WIDE = 1024 * 4096
 SHAPES = ((1024, 4096), (1, 64), (1, 4096), (3, 2560), (64, 4096), (300, 2560))
 
@@ -70,27 +80,53 @@ def failures(peers: Peers) -> list[str]:
 
 
 def pushed_failures(peers: Peers) -> list[str]:
-    """Names of products that push something else than their sums, one after the other."""
-    share, wrong = peers.share, []
-    for turn, (bits, N, K) in enumerate(PRODUCTS * 3):
-        xs = [partials(1, 1, K, 10 * turn + rank)[0].bfloat16() for rank in range(share.ranks)]
-        w = weight(bits, N, K)
-        added = partials(1, 1, N, turn)[0].bfloat16()
-        y = torch.empty_like(added)
-        gemv_pushed(xs[share.rank], w, peers)
-        sum_pushed(y, added, peers)
-        expected = sum(gemv_ref(x, w) for x in xs) + added.double()
-        if float((y.double() - expected).abs().max() / expected.abs().max()) > 2.0**-8:
-            wrong.append(f"product {N} x {K}")
+    """Names of products that push something else than their sums, one after the other.
+
+    The result has the bits that the token has among others, whose sums another launch exchanges:
+    in FP32, since few sums in another order are others in BF16.
+    """
+    wrong = []
+    for turn, (bits, N, K, G, heads) in enumerate(each for model in PRODUCTS for each in model * 3):
+        name, tokens = f"INT{bits} product {N} x {K}", COMPANY[-1]
+        ranks = range(peers.share.ranks)
+        xs = [partials(1, tokens, K, 10 * turn + rank)[0].bfloat16() for rank in ranks]
+        normed = [
+            partials(1, tokens, max(heads, 1) * SQUARES, 10 * turn + rank)[0].square()
+            for rank in ranks
+        ]
+        squares = [each.view(tokens, -1, SQUARES) if heads else None for each in normed]
+        w, added = weight(bits, N, K, G), partials(1, tokens, N, turn)[0].bfloat16()
+        x, own = xs[peers.share.rank], squares[peers.share.rank]
+        if not pushes(w, 1, card_of(x)):
+            wrong.append(f"{name} is not pushed")
+            continue
+        alone = torch.empty_like(added, dtype=torch.float32)
+        for at in range(tokens):
+            token = slice(at, at + 1)
+            y = torch.empty_like(alone[token])
+            gemv_pushed(x[token], w, peers, None if own is None else own[token], EPS)
+            sum_pushed(y, added[token], peers)
+            alone[token] = y
+        pairs = zip(xs, squares, strict=True)
+        expected = sum(gemv_ref(x, w, squares=given, eps=EPS) for x, given in pairs)
+        expected += added.double()
+        if float((alone.double() - expected).abs().max() / expected.abs().max()) > 2.0**-8:
+            wrong.append(name)
+        for count in COMPANY:
+            given = None if own is None else own[:count]
+            sums = partial_product(x[:count], w, given, EPS)
+            y = exchange_sum(sums, added[:count], peers, torch.float32)
+            if not torch.equal(y, alone[:count]):
+                wrong.append(f"{name}, alone and among {count}")
     return wrong
 
 
-def weight(bits: int, N: int, K: int) -> TiledLinear:
+def weight(bits: int, N: int, K: int, G: int) -> TiledLinear:
     """The same packed weight on every rank."""
     made = torch.Generator().manual_seed(N + K)
     words = torch.randint(-(2**31), 2**31, (N, K * bits // 32), generator=made)
-    scale = torch.rand(N, K // 128, generator=made).bfloat16() / 2**bits
-    return tiled(PackedLinear(words.to(torch.int32).cuda(), scale.cuda(), bits, 128))
+    scale = torch.rand(N, K // G, generator=made).bfloat16() / 2**bits
+    return tiled(PackedLinear(words.to(torch.int32).cuda(), scale.cuda(), bits, G))
 
 
 def replayed(peers: Peers) -> list[str]:

@@ -130,17 +130,44 @@ def test_log_probabilities_of_a_prompt(pair: tuple[lowbit.Model, lowbit.Model]) 
         assert abs(x.chosen - y.chosen) < 0.5
 
 
-@pytest.mark.parametrize("activations", ["exact", "int8"])
-def test_drafts_change_no_token(activations: str) -> None:
-    prompt = IDS[:6] * 10
-    answers = []
-    for speculate in ("off", "ngram", "mtp", "auto"):
-        options = {**SIZES, **PACKED, **TWO, "speculate": speculate, "activations": activations}
-        with closing(lowbit.load(MODELS / "tiny-qwen3.5", **options)) as model:
-            handles = [model.engine.generate(ids, GREEDY, 40) for ids in (prompt, PROMPTS[1])]
-            answers.append([list(handle) for handle in handles])
-            assert speculate != "mtp" or all(handle.speculation for handle in handles)
-    assert answers[1:] == answers[:1] * 3
+def answers(
+    speculate: str, activations: str
+) -> tuple[list[list[int]], list[lowbit.Speculated | None]]:
+    """Answers of two ranks to two requests at a time, and to the first one alone."""
+    options = {**SIZES, **PACKED, **TWO, "speculate": speculate, "activations": activations}
+    with closing(lowbit.load(MODELS / "tiny-qwen3.5", **options)) as model:
+        handles = [model.engine.generate(ids, GREEDY, 40) for ids in (IDS[:6] * 10, PROMPTS[1])]
+        together = [list(handle) for handle in handles]
+        model.engine.forget()
+        handles.append(model.engine.generate(IDS[:6] * 10, GREEDY, 40))
+        return [*together, list(handles[-1])], [handle.speculation for handle in handles]
+
+
+@pytest.fixture(scope="module", params=["exact", "int8"])
+def plain(request: pytest.FixtureRequest) -> tuple[str, list[list[int]]]:
+    """Inputs of linears, and the answers without drafts."""
+    return request.param, answers("off", request.param)[0]
+
+
+def test_a_token_alone_is_that_of_a_step_of_two(plain: tuple[str, list[list[int]]]) -> None:
+    """Its sums are pushed by the products; those of two tokens by launches of their own."""
+    _, (first, _, alone) = plain
+    assert differing(first, alone) == []
+
+
+@pytest.mark.parametrize("speculate", ["ngram", "mtp", "auto"])
+def test_drafts_change_no_token(plain: tuple[str, list[list[int]]], speculate: str) -> None:
+    activations, expected = plain
+    found, counts = answers(speculate, activations)
+    different = [differing(a, b) for a, b in zip(expected, found, strict=True)]
+    assert different == [[], [], []], counts
+    assert speculate != "mtp" or all(each is not None and each.rounds for each in counts)
+
+
+def differing(a: list[int], b: list[int]) -> list[tuple[int, int, int]]:
+    """The first places at which two answers differ, with the tokens of both."""
+    pairs = zip(range(len(a)), a, b, strict=True)
+    return [(at, x, y) for at, x, y in pairs if x != y][:3]
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3.5", "tiny-qwen3.5-moe"])
