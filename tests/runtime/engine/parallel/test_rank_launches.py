@@ -1,0 +1,190 @@
+"""Exchanges of the ranks of a model: each has the other's at its side, whatever the step.
+
+The steps are sent to GPUs that are not there, in a process of its own, since Triton knows one
+driver.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from tests.short_models import Shorten
+
+ROOT = Path(__file__).parents[4]
+RANKS = 2
+PLAIN = (1, 2, 4, 16, 96)  # tokens
+ROUNDS = [(1, 1), (1, 3), (1, 7), (2, 1), (2, 3), (3, 3), (4, 3)]  # sequences, and drafts of each
+EXCHANGES = ("_exchange_sum", "_exchange_columns", "_exchange_first", "_sum_pushed")
+
+
+def test_ranks_exchange_the_same_in_the_same_order(shorten: Shorten) -> None:
+    """Rank 0 alone has the head between: it exchanges nothing, and rank 1 launches none of it."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.runtime.engine.parallel.test_rank_launches"]
+    command.append(str(shorten("tiny-qwen3.5")))
+    done = subprocess.run(command, check=True, capture_output=True, env=env, text=True, cwd=ROOT)
+    first, other = json.loads(done.stdout)
+    assert len(first) == len(other) > len(PLAIN) + 2 * len(ROUNDS)
+    for (step, launches), (same, theirs) in zip(first, other, strict=True):
+        assert step == same
+        ours = [each for each in launches if each[0] != "other"]
+        assert ours == [each for each in theirs if each[0] != "other"], step
+        assert any(name == "_exchange_columns_kernel" for name, _ in ours) or "chunk" in step
+        if "tokens" in step or "drafts" in step:
+            _check_that_numbers_come_first(launches)
+            _check_that_numbers_come_first(theirs)
+    mtp = [len(launches) for step, launches in first if "mtp" in step]
+    ngram = [len(launches) for step, launches in first if "ngram" in step]
+    assert all(more > less for more, less in zip(mtp, ngram, strict=True))
+    assert [len(launches) for step, launches in other if "mtp" in step] == [
+        len(launches) for step, launches in other if "ngram" in step
+    ]
+
+
+def _check_that_numbers_come_first(launches: list[Any]) -> None:
+    """Numbers of a step are shared before it, and the kernel behind waits before all else."""
+    names = [name if name != "other" else what for name, what in launches]
+    at = names.index("_exchange_first_kernel")
+    assert names[at + 1] == "_embed_kernel"
+    assert not any(name.startswith(EXCHANGES) for name in names[:at])
+
+
+def launches_of(folder: Path, rank: int) -> list[tuple[str, list[Any]]]:
+    """Launches of a rank on an H200 by steps: exchanges with all their numbers, and others."""
+    from lowbit.runtime.engine.draft import made
+    from lowbit.runtime.engine.draft.mtp import new_mtp_rounds
+    from lowbit.runtime.engine.draft.verify import Verifier
+    from lowbit.runtime.engine.runner import Runner
+    from lowbit.runtime.kernels.launch.card import H200
+    from lowbit.runtime.lab import fake_gpu
+
+    seen: list[Any] = []
+
+    def record(kernel: Any, grid: Any, arguments: Any, named: Any) -> None:
+        name, plan = kernel.__name__, named.get("PLAN")
+        numbers = [each for each in arguments if isinstance(each, int)]
+        if name.startswith(EXCHANGES):
+            widths = getattr(plan, "WIDTHS", ())
+            strides = numbers[:2] if name == "_exchange_first_kernel" else numbers
+            seen.append((name, [*grid, *strides, *widths]))
+        elif getattr(plan, "RANKS", 0):
+            seen.append((name, numbers))
+        else:
+            seen.append(("other", name))
+
+    def launched() -> list[Any]:
+        found = list(seen)
+        seen.clear()
+        return found
+
+    fake_gpu.fake_gpu(H200, record)
+    runner = runner_of(folder, rank)
+    vars(made)["new_ring"] = lambda rows, pinned: runner.inputs.right
+    with mock.patch.object(Runner, "on_gpu", property(lambda runner: True)):
+        rounds = new_mtp_rounds(Verifier(runner))
+        assert (rounds is None) == (rank > 0)
+        return list(steps_of(runner, rounds, launched))
+
+
+def runner_of(folder: Path, rank: int) -> Any:
+    """The runner of a rank, of tensors without data."""
+    import torch
+
+    from lowbit.formats.kv_cache import BF16_CACHE
+    from lowbit.runtime.backends import cuda, cuda_parallel
+    from lowbit.runtime.engine.new_runner import new_runner
+    from lowbit.runtime.engine.parallel.link import GpuLink
+    from lowbit.runtime.kernels import exchange
+    from lowbit.runtime.kernels.ptx.peers import Peers
+    from lowbit.runtime.lab.fake_gpu import MetaWeights
+    from lowbit.runtime.models.loader import build_decoder, open_model
+    from lowbit.runtime.models.lone_head import with_lone_head
+    from lowbit.runtime.models.shards import head_rows, shard_of
+    from lowbit.runtime.state.device_state import CacheSize
+    from lowbit.runtime.weights.share import Share
+
+    def meta(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(count, dtype=dtype, device="meta")
+
+    share = Share(rank, RANKS)
+    shard = shard_of(open_model(folder, "int4", 64, head=True), share)
+    rows = tuple(head_rows(shard.config.vocab_size, Share(each, RANKS)) for each in range(RANKS))
+    words = exchange.buffer_words(RANKS)
+    memory = meta(words, torch.int64), meta(RANKS, torch.int64), meta(1), meta(1), meta(1)
+    peers = Peers(share, *memory, 8 * words, 1024 * shard.config.hidden_size, meta(1))
+
+    def formed(module: str, form: Any) -> Any:
+        return cuda_parallel.rank_form(module, form, share, rows)
+
+    on_meta = "meta", torch.bfloat16
+    weights = MetaWeights(
+        *(shard.checkpoint, shard.schemes, *on_meta, cuda_parallel.prepare),
+        gather=cuda_parallel.gathered,
+        formed=formed,
+    )
+    zeros = torch.zeros(0, shard.config.hidden_size, device="meta")
+    decoder: Any = build_decoder(shard, weights, cuda_parallel.RankOps(peers, zeros), 600)
+    if shard.lone is not None:
+        own = shard.lone.checkpoint, shard.lone.schemes, *on_meta, cuda.prepare
+        decoder = with_lone_head(decoder, shard.lone, MetaWeights(*own, gather=cuda.gathered), cuda)
+    size = CacheSize(context=600, sequences=96, pages=40, snapshots=0, drafts=12)
+    runner = new_runner(decoder, 4000, size, torch.bfloat16, "meta", BF16_CACHE)
+    runner.link = GpuLink(partial(exchange.exchange_first, peers=peers))
+    return runner
+
+
+def steps_of(
+    runner: Any, rounds: Any, launched: Callable[[], list[Any]]
+) -> Iterator[tuple[str, list[Any]]]:
+    """Steps by name, with their launches; rounds: of the head, on the rank that has it."""
+    import torch
+
+    from lowbit.runtime.engine.chunks import Chunks
+    from lowbit.runtime.engine.draft.verify import Part
+    from lowbit.runtime.engine.graphs import Graphs, longest_for, width_for
+    from lowbit.runtime.engine.request import Request
+    from lowbit.runtime.engine.sequence import Sequence
+    from lowbit.runtime.state.step import Span, StepPlan
+
+    first = rounds is not None
+    sequence = Sequence(Request((1,)), count=1, seed=0, row=1, length=1)
+    sequence.output.append(1)
+    run = runner.run_step if first else runner.run_unchosen
+    for M in PLAIN:
+        run(StepPlan(M, M, 256, longest=1))
+        yield f"{M} tokens", launched()
+    for B, k in ROUNDS:
+        M = width_for(B * (k + 1))
+        run(StepPlan(M, B + 1, 256, longest=longest_for(k + 1), drafts=True))
+        yield f"ngram {B} x {k} drafts", launched()
+    for B, k in ROUNDS:
+        M = width_for(B * (k + 1))
+        if first:
+            rounds.parts = [Part(sequence, (0,) * k, (1,) * (1 + k))] * B
+            rounds._seen = [Span(1, 0, 1 + k)] * B
+            rounds.round(M, B, k, 256, ordered=False)
+        else:  # by the plan that the first rank sends
+            padded = B + (B * (k + 1) < M)
+            runner.run_unchosen(StepPlan(M, padded, 256, longest=k + 1, drafts=True))
+        yield f"mtp {B} x {k} drafts", launched()
+    chunks = Chunks(runner.decoder, runner.each_layer, runner.tables, Graphs())
+    for last in (True, False):
+        chunks.forward(64, last)
+        yield f"chunk, last {last}", launched()
+    hidden = torch.empty(1, runner.decoder.config.hidden_size, dtype=torch.bfloat16, device="meta")
+    runner.run_head(hidden)
+    yield "head", launched()
+
+
+if __name__ == "__main__":
+    json.dump([launches_of(Path(sys.argv[1]), rank) for rank in range(RANKS)], sys.stdout)
+    sys.stdout.flush()
+    os._exit(0)
