@@ -1,16 +1,17 @@
 """Symmetric memory of the GPUs that share a model: each rank has a buffer that all can write."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import permutations
+from itertools import count, permutations
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
-from torch._C._distributed_c10d import _SymmetricMemory
+from torch._C._distributed_c10d import Store, _SymmetricMemory
 from torch.distributed import _symmetric_memory as symmetric
 
 from lowbit.formats.errors import ResourceError
@@ -26,6 +27,54 @@ NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 SAME_DEVICE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # several ranks on one GPU, for tests
 LOOPBACK = "GLOO_SOCKET_IFNAME"  # where processes of one machine talk, whatever its name
 BACKEND = "cpu:gloo"
+JOINED = count()  # groups of this process so far, to whose buffers PyTorch goes on to give numbers
+NUMBERED = re.compile(r"(?<=CUDASymmetricMemory/)\d+")  # in keys by which PyTorch exchanges buffers
+
+
+class CountedFromZero(Store):
+    """A store in which PyTorch numbers its exchanges of buffers from 0 on.
+
+    It counts them for a whole process, from one group to the next. Where the first rank loads
+    another model, the other ranks are new processes, which begin at 0: each would wait for keys
+    that the other does not write.
+    """
+
+    def __init__(self, store: Any) -> None:
+        """Keep everything in another store."""
+        super().__init__()
+        self._store = store
+        self._first: int | None = None  # number of the first exchange
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value under a key."""
+        self._store.set(self._counted(key), value)
+
+    def get(self, key: str) -> bytes:
+        """Value of a key, once it is there."""
+        found: bytes = self._store.get(self._counted(key))
+        return found
+
+    def add(self, key: str, value: int) -> int:
+        """Add to the number under a key."""
+        found: int = self._store.add(self._counted(key), value)
+        return found
+
+    def check(self, keys: list[str]) -> bool:
+        """True if all keys are there."""
+        found: bool = self._store.check([self._counted(key) for key in keys])
+        return found
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        """Wait until all keys are there."""
+        self._store.wait([self._counted(key) for key in keys], *timeout)
+
+    def _counted(self, key: str) -> str:
+        return NUMBERED.sub(self._from_zero, key)
+
+    def _from_zero(self, number: "re.Match[str]") -> str:
+        if self._first is None:
+            self._first = int(number[0])
+        return str(int(number[0]) - self._first)
 
 
 def check_devices(devices: Sequence[int]) -> None:
@@ -94,16 +143,17 @@ def open_peers(
         settings[SAME_DEVICE] = "1"
     with _settings(settings):
         try:
-            _join(share, store, meet_s)
-            # `symmetric.empty` takes from a pool, in which a tensor has no address of its own.
-            own = _SymmetricMemory.empty_strided_p2p((room.size // 8,), (1,), torch.int64, device)
-            own.zero_()
-            torch.cuda.synchronize(device)  # before another rank has the address
-            group: Any = distributed.group.WORLD
-            keep_in_forks(group)
-            handle: Any = symmetric.rendezvous(own, group)
-            pointers = list(handle.buffer_ptrs)
-            exchange.total(torch.zeros(1))  # nobody leaves the group before all are done with it
+            with _joined(share, store, meet_s):
+                # `symmetric.empty` takes from a pool, in which a tensor has no address of its own.
+                size = (room.size // 8,)
+                own = _SymmetricMemory.empty_strided_p2p(size, (1,), torch.int64, device)
+                own.zero_()
+                torch.cuda.synchronize(device)  # before another rank has the address
+                group: Any = distributed.group.WORLD
+                keep_in_forks(group)
+                handle: Any = symmetric.rendezvous(own, group)
+                pointers = list(handle.buffer_ptrs)
+                exchange.total(torch.zeros(1))  # nobody leaves before all are done
         except distributed.DistStoreError as error:
             raise PartedError("another rank has not come") from error
         except RuntimeError as error:
@@ -111,19 +161,31 @@ def open_peers(
                 f"the memory of GPUs cannot be shared among processes: {_first_line(error)}",
                 hint="serve the same folder with vLLM",
             ) from error
-        finally:
-            if distributed.is_initialized():
-                distributed.destroy_process_group()
     return new_peers(share, own, pointers, device, wide_values, handle)
 
 
-def _join(share: Share, store: Path, meet_s: float) -> None:
-    file = distributed.FileStore(str(store), share.ranks)  # type: ignore[attr-defined]
+@contextmanager
+def _joined(share: Share, path: Path, meet_s: float) -> Iterator[Store]:
+    """Have a default group in the body, which is given its store.
+
+    What Python adds to a store lives in the object alone, which C++ does not keep: so it is kept
+    here.
+    """
+    file = distributed.FileStore(str(path), share.ranks)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=meet_s)
     file.set_timeout(timeout)
-    distributed.init_process_group(
-        BACKEND, store=file, rank=share.rank, world_size=share.ranks, timeout=timeout
-    )
+    store: Store = file
+    if next(JOINED) > 0:
+        store = CountedFromZero(file)
+        store.set_timeout(timeout)
+    try:
+        distributed.init_process_group(
+            BACKEND, store=store, rank=share.rank, world_size=share.ranks, timeout=timeout
+        )
+        yield store
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 @contextmanager

@@ -1,6 +1,11 @@
 """GPUs that cannot share a model, by name; and settings that are given back."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +13,14 @@ from torch import distributed
 
 from lowbit.formats.errors import ResourceError
 from lowbit.runtime.backends import symmetric
-from lowbit.runtime.backends.symmetric import NO_MULTICAST, check_devices, reach_each_other
+from lowbit.runtime.backends.symmetric import (
+    LOOPBACK,
+    NO_MULTICAST,
+    CountedFromZero,
+    check_devices,
+    reach_each_other,
+)
+from lowbit.runtime.weights.share import Share
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +69,54 @@ def test_settings_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
         assert os.environ[NO_MULTICAST] == os.environ["LOWBIT_TEST"] == "1"
     assert os.environ[NO_MULTICAST] == "0"
     assert "LOWBIT_TEST" not in os.environ
+
+
+def file_store(path: Path) -> Any:
+    store = distributed.FileStore(str(path), 2)  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=30))
+    return store
+
+
+def test_a_process_that_has_loaded_models_exchanges_buffers_with_a_new_one(tmp_path: Path) -> None:
+    """PyTorch has numbered five exchanges of the one and none of the other."""
+    payload = bytes(range(256))
+    stores = [CountedFromZero(file_store(tmp_path / "store")), file_store(tmp_path / "store")]
+
+    def exchange(rank: int) -> list[list[bytes]]:
+        store: Any = distributed.PrefixStore("0", stores[rank])  # type: ignore[attr-defined]
+        found = []
+        for number in range(5 * (1 - rank), 5 * (1 - rank) + 4, 2):
+            keys = [f"CUDASymmetricMemory/{number}/{each}" for each in range(2)]
+            store.set(keys[rank], payload[rank:])
+            found.append([bytes(each) for each in store.multi_get(keys)])
+            store.barrier(f"CUDASymmetricMemory/{number + 1}", 2)
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(exchange, range(2)))
+    assert found == [[[payload, payload[1:]]] * 2] * 2
+
+
+def test_other_keys_of_a_store_stay(tmp_path: Path) -> None:
+    store = CountedFromZero(file_store(tmp_path / "store"))
+    store.set("7/CUDASymmetricMemory/7/1", b"")
+    store.set("rank/7", b"seven")
+    assert store.add("count/7", 3) == 3
+    other = file_store(tmp_path / "store")
+    assert other.get("rank/7") == b"seven"
+    assert other.check(["count/7", "7/CUDASymmetricMemory/0/1"])
+    assert not store.check(["7/CUDASymmetricMemory/8/1"])
+
+
+def test_the_first_group_of_a_process_needs_no_other_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(symmetric, "JOINED", count())
+    monkeypatch.setenv(LOOPBACK, "lo")
+    kinds = []
+    for number in range(2):
+        with symmetric._joined(Share(0, 1), tmp_path / str(number), 30.0) as store:
+            kinds.append(type(store))
+            assert distributed.is_initialized()
+        assert not distributed.is_initialized()
+    assert kinds == [distributed.FileStore, CountedFromZero]  # type: ignore[attr-defined]

@@ -130,6 +130,15 @@ def test_log_probabilities_of_a_prompt(pair: tuple[lowbit.Model, lowbit.Model]) 
         assert abs(x.chosen - y.chosen) < 0.5
 
 
+def test_models_one_after_the_other() -> None:
+    """The first rank has exchanged buffers before; the second model's other rank is new."""
+    tokens = []
+    for _ in range(2):
+        with closing(lowbit.load(MODELS / "tiny-qwen3", **SIZES, **PACKED, **TWO)) as model:
+            tokens.append(list(model.engine.generate(PROMPTS[0], GREEDY, 4)))
+    assert tokens[0] == tokens[1]
+
+
 def answers(
     speculate: str, activations: str
 ) -> tuple[list[list[int]], list[lowbit.Speculated | None]]:
