@@ -26,7 +26,8 @@ from lowbit.runtime.lab import checks
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "models" / "tiny-qwen3"
 MODULES = {"fcntl", "grp", "pty", "pwd", "resource", "termios", "tty"}  # that Windows lacks
-LACKED = {  # names of `os` and `signal` there
+LACKED = {  # names of `os`, `signal` and `socket` there
+    *("CMSG_LEN", "CMSG_SPACE", "MSG_CMSG_CLOEXEC", "SCM_RIGHTS"),
     *("O_CLOEXEC", "O_NONBLOCK", "posix_fallocate", "preadv", "pread", "pwrite", "set_blocking"),
     *("SIGALRM", "SIGHUP", "SIGKILL", "SIGPIPE", "SIGPROF", "SIGUSR1", "SIGUSR2", "SIG_UNBLOCK"),
     *("setitimer", "getitimer", "pthread_sigmask", "sched_getaffinity", "sysconf"),
@@ -52,7 +53,7 @@ def lacking_on_windows(text: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             found |= {str(node.module)} & MODULES
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            found |= {node.attr} & LACKED if node.value.id in ("os", "signal") else set()
+            found |= {node.attr} & LACKED if node.value.id in ("os", "signal", "socket") else set()
     return found
 
 

@@ -22,7 +22,7 @@ from lowbit.runtime.images.shared import SharedBytes
 
 LENGTH = 4  # bytes before each message
 READ = 1 << 18  # bytes that are read at once
-SPACE = socket.CMSG_SPACE(253 * array("i").itemsize)  # as many files as Linux sends at once
+MOST_FILES = 253  # that Linux sends at once
 FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # processes that this one starts get no files
 Received = TypeVar("Received")
 
@@ -53,6 +53,7 @@ class Channel(Generic[Received]):
         self._encode = msgspec.msgpack.Encoder(enc_hook=self._share).encode
         self._decode = msgspec.msgpack.Decoder(received, dec_hook=self._shared).decode
         self._lock = threading.Lock()
+        self._space = socket.CMSG_SPACE(MOST_FILES * array("i").itemsize)
         self._files: list[SharedBytes] = []  # of the message that is being encoded
         self._waiting: deque[_Part] = deque()  # what the socket had no room for
         self._buffer = memoryview(bytearray(READ))  # a new one for each read takes 20 us
@@ -218,7 +219,7 @@ class Channel(Generic[Received]):
             BlockingIOError: nothing has come.
             OSError: see `_receive`.
         """
-        count, beside, flags, _ = self._socket.recvmsg_into([self._buffer], SPACE, FLAGS)
+        count, beside, flags, _ = self._socket.recvmsg_into([self._buffer], self._space, FLAGS)
         for _, _, descriptors in beside:
             self._descriptors += memoryview(descriptors).cast("i")
         if flags & socket.MSG_CTRUNC:

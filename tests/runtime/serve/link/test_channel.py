@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from lowbit.runtime.images.shared import SharedBytes
-from lowbit.runtime.serve.link import channel as module
 from lowbit.runtime.serve.link.channel import LENGTH, READ, Channel
 
 
@@ -220,7 +219,7 @@ def test_files_that_the_system_loses_end_what_comes(monkeypatch: pytest.MonkeyPa
     """Later messages would get the files of earlier ones."""
     here, there = pair(Shown)
     here.send(Shown([1], [SharedBytes.of(b"x")]))
-    monkeypatch.setattr(module, "SPACE", 0)
+    monkeypatch.setattr(there, "_space", 0)
 
     async def all_of() -> list[Any]:
         return [message async for message in there.receive()]
