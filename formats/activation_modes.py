@@ -4,10 +4,11 @@
 takes 16 bits where others take eight, on a GPU; on a CPU it takes them as they are.
 """
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 Activations = Literal["exact", "int8"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 
 Inputs = Literal["exact", "int8", "int16"]  # of one linear
-HEAD_INPUTS: dict[Activations, Inputs] = {"exact": "exact", "int8": "int16"}
+HEAD_INPUTS: Mapping[Activations, Inputs] = {"exact": "exact", "int8": "int16"}

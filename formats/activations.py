@@ -85,7 +85,7 @@ def dequantize_activations(q: Tensor, s: Tensor, group: int) -> Tensor:
 def with_remainders(x: Tensor, group: int) -> Tensor:
     """Each row of inputs and, behind it, what the row's codes leave of it: x - q * s.
 
-    The sum of the products of both is that of x but for some 2^-16 of a group's largest element.
+    The sum of the products of both is that of x but for 2^-15 of a group's largest element.
 
     Args:
         x: [M, K] BF16.

@@ -77,7 +77,7 @@ def measure_tasks(
         tell = note or unsaid
         tell(f"tasks, the original: {original}")
         first = _run(original, words, file)
-        # The same context: what does not fit in is cut off at the beginning.
+        # One context for both: a question that does not fit in loses its beginning.
         contexts = {row.context for row in first.report.tasks}
         words += [word for context in contexts for word in ("--context", str(context))]
         tell(f"tasks, the packed model: {packed}")
@@ -156,7 +156,7 @@ def _words(settings: TaskSettings) -> list[str]:
 
 def _run(folder: Path, words: Sequence[str], file: Path) -> TaskRun:
     """Results of `lowbit-run evaluate`, which ends with this process where a signal ends it."""
-    # The same Python with the same packages, whatever lies in the working directory (-P).
+    # This Python and its packages, whatever lies in the working directory (-P).
     command = [sys.executable, "-P", "-m", "lowbit.runtime", "evaluate", str(folder.resolve())]
     packages = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     # Ctrl-C reaches all processes of a terminal, and one farewell is enough.

@@ -53,10 +53,8 @@ def environment(markdown: bool = False) -> Environment:
         keep_trailing_newline=markdown,
         loader=FileSystemLoader(Path(__file__).parent, encoding="utf-8"),
     )
-    same = (
-        "percent signed number perplexity kl cosine count bits size passage token sentence tight "
-    )
-    same += "metric score score_change"
+    same = "percent signed number perplexity kl cosine count bits size passage token sentence "
+    same += "tight metric score score_change"
     made.filters.update({name: getattr(formatting, name) for name in same.split()})
     made.filters.update(
         kl_text=lambda part: formatting.kl_with_error(part.kl_mean, part.kl_error),

@@ -33,7 +33,7 @@ Part = str | tuple[str, str]  # text, or text and its style
 Progressed = Callable[[str, int, int], None]  # phase, done, total
 Clock = Callable[[], float]
 MINUTE = 60.0  # seconds between two lines about progress
-# What may end a line; a dot between two digits does not.
+# Ends of lines may stand behind these; not behind a dot between two digits.
 PIECE = re.compile(r"(?:[^ ._/-]|(?<=\d)\.(?=\d))*(?:(?!(?<=\d)\.(?=\d))[ ._/-])+|[^ _/-]+")
 INDENT = 2  # columns, of what is said below a name
 READABLE = 12  # columns that a longer text needs at least, lest a table be a column of syllables

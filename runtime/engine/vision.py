@@ -39,7 +39,7 @@ from lowbit.runtime.models.vision import (
 )
 
 log = logging.getLogger("lowbit")
-# Of pixels, or of a CPU's embeddings, that are made before their turn; more if the machine has it
+# Pixels, or a CPU's embeddings, that are made before their turn; more if the machine has it
 AHEAD_BYTES = 256 << 20
 AHEAD_SHARE = 8  # part of the free memory that they may take as well
 THREADS = 2  # decode pictures and resize them

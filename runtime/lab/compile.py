@@ -129,10 +129,16 @@ def _compile(task: Mapping[str, Any]) -> Compiled:
         check=False,
     )
     if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+        reason = last_words(done.stderr, done.returncode)
         raise ResourceError(
-            f"the kernels for {arch} cannot be compiled: {lines[-1][:500]}",
+            f"the kernels for {arch} cannot be compiled: {reason}",
             hint="`lowbit-run doctor` shows what Triton lacks here",
         )
     counts = json.loads(done.stdout)
     return Compiled(arch, counts["compiled"], counts["found"], time.perf_counter() - started)
+
+
+def last_words(errors: str, code: int) -> str:
+    """The last line that PROGRAM has written to stderr, else its exit code."""
+    lines = errors.strip().splitlines() or [f"it ended with {code}"]
+    return lines[-1][:500]

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from lowbit.runtime.lab.compile import INTERPRET, PROGRAM, task_of
+from lowbit.runtime.lab.compile import INTERPRET, PROGRAM, last_words, task_of
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model
@@ -68,8 +68,8 @@ def _wait(program: "subprocess.Popen[str]", task: str) -> None:
     with program:
         output, errors = program.communicate(task)
     if program.returncode != 0:
-        lines = errors.strip().splitlines() or [f"it ended with {program.returncode}"]
-        log.warning("kernels could not be compiled ahead: %s", lines[-1][:500])
+        reason = last_words(errors, program.returncode)
+        log.warning("kernels could not be compiled ahead: %s", reason)
         return
     counts = json.loads(output)
     compiled, found = (sum(counts[name].values()) for name in ("compiled", "found"))

@@ -56,7 +56,7 @@ PROMPT = 512  # tokens
 PROMPT_SHARE = (
     0.7  # of its time on a CPU that linear layers take: .5 in tiny models, .8 in Qwen3-0.6B
 )
-# Of a data sheet's bandwidth that a plain read reaches: 3.0 of an H100's 3.35 TB/s, 4.3 of an
+# Share of a data sheet's bandwidth that a read reaches: 3.0 of an H100's 3.35 TB/s, 4.3 of an
 # H200's 4.8.
 READ_SHARE = 0.9
 DTYPE = torch.bfloat16

@@ -6,7 +6,7 @@
 Layout  x [M, K] bf16, gain [K] -> [2 * M, K] bf16
 Bytes   some rows, from L2
 Plan    a program takes a token
-Bits    the products of both rows in eight bits add up to that of y[2 t] but for 2^-16 of a group's
+Bits    the products of both rows in eight bits add up to that of y[2 t] but for 2^-15 of a group's
         largest element, and depend on nothing but the token: so logits of any number of tokens have
         the bits of a lone one, where products of exact inputs would cost three digits each
 """

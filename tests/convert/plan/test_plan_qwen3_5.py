@@ -426,7 +426,7 @@ def test_mixture_of_experts_has_a_row_for_all_experts(capsys: pytest.CaptureFixt
 
 
 def test_more_experts_than_a_manifest_can_list_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a file a tenth as long as it may be, so that there need not be as many."""
+    """The limit of a file is a tenth here, so that there need not be as many."""
     monkeypatch.setattr(plans, "MAX_TEXT_BYTES", MAX_TEXT_BYTES // 10)
     text = {**config("35B-A3B")["text_config"], "num_experts": 410, "num_hidden_layers": 4}
     wide = {**config("35B-A3B"), "text_config": {**text, "layer_types": text["layer_types"][:4]}}

@@ -94,7 +94,7 @@ ON_GPU: list[Any] = [(8, 20_000, 4096, 128), (4, 4096, 2560, 32), (3, 640, 1152,
 def test_logits_have_the_bits_of_a_lone_token(
     make_packed: MakePacked, randn: Randn, bits: int, N: int, K: int, G: int
 ) -> None:
-    """Of steps by every kernel; and they are those of the reference and close to FP64's."""
+    """Steps by every kernel have the bits of the reference, which is close to FP64."""
     w, gain = make_packed(bits, N, K, G), randn(K).bfloat16()
     head = cuda.prepare(w, inputs="int16")
     assert isinstance(head, TiledLinear)
