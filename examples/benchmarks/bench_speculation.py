@@ -45,6 +45,7 @@ from random_engine import (
 )
 from speculation_table import Row, show
 
+from lowbit.formats.activation_modes import ACTIVATIONS, Activations
 from lowbit.formats.architectures import read_config
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.output import print_json
@@ -359,19 +360,33 @@ def config_by_name(name: str) -> dict[str, Any]:
     return {**config_of(name), **head}
 
 
-def new_bench(name: str, device: str, quantize: Any, runs: int, tokens: int, whole: bool) -> Bench:
+def new_bench(
+    name: str,
+    device: str,
+    quantize: Any,
+    runs: int,
+    tokens: int,
+    kind: str,
+    whole: bool,
+    activations: Activations,
+) -> Bench:
     """A model of random weights, or of a folder.
 
+    kind: of a random drafter.
     whole: of random weights: drafts are chosen from the whole head, not from DRAFT_ROWS of it.
     """
     if name in (*SIZES, *HYBRID_SIZES, *BUNDLED):
         raw = config_by_name(name)
         rows = 0 if whole or read_config(raw).vocab_size <= LARGE_VOCABULARY else DRAFT_ROWS
-        engine = engine_of(raw, BITS, device, CONTEXT, drafts=MOST_DRAFTS, draft_rows=rows)
+        engine = engine_of(
+            raw, BITS, device, CONTEXT, drafts=MOST_DRAFTS, draft_rows=rows, activations=activations
+        )
         vocabulary = engine.runner.sampler.vocabulary
         prompt = tuple((7 * index + 1) % vocabulary for index in range(PROMPT))
-        title = f"{name}, random INT4"
-        return Bench(title, engine, device, prompt, runs, tokens, raw=raw, draft_rows=rows)
+        title = f"{name}, random INT4, {activations} inputs"
+        return Bench(
+            title, engine, device, prompt, runs, tokens, raw=raw, draft_rows=rows, kind=kind
+        )
     model = load(
         name,
         device=device,
@@ -380,6 +395,7 @@ def new_bench(name: str, device: str, quantize: Any, runs: int, tokens: int, who
         quantize=quantize,
         speculate="auto",
         draft_tokens=MOST_DRAFTS,
+        activations=activations,
     )
     text = TEXT.read_text(encoding="utf-8")[: 32 * PROMPT]
     prompt = tuple(model.encode(text, raw=True)[:PROMPT])
@@ -398,6 +414,7 @@ def new_bench(name: str, device: str, quantize: Any, runs: int, tokens: int, who
 @click.option(
     "--drafter", "kind", default="dflash", show_default=True, type=click.Choice(list(KINDS))
 )
+@click.option("--activations", type=click.Choice(ACTIVATIONS), default="exact", show_default=True)
 @click.option("--whole-head", is_flag=True, help="Random models draft from all of the head.")
 @click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
 @reported
@@ -409,6 +426,7 @@ def main(
     tokens: int,
     rows: tuple[str, ...],
     kind: str,
+    activations: Activations,
     whole_head: bool,
     as_json: bool,
 ) -> None:
@@ -416,7 +434,7 @@ def main(
     usual = ("8B", "3.5-4B") if device == "cuda" else [str(MODELS / n) for n in BUNDLED.values()]
     found = []
     for name in models or usual:
-        bench = replace(new_bench(name, device, quantize, runs, tokens, whole_head), kind=kind)
+        bench = new_bench(name, device, quantize, runs, tokens, kind, whole_head, activations)
         plain, made = rows_of(bench, rows or ROWS)
         if not as_json:
             ms, where = plain.seconds / plain.tokens * 1e3, device_name(bench.device)
