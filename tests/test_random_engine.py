@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import lowbit.runtime as lowbit
+from lowbit.formats.layout.scheme import Scheme
 
 SCRIPTS = Path(__file__).parents[1] / "examples" / "benchmarks"
 SMALL = {
@@ -38,6 +39,40 @@ def test_engines_answer(monkeypatch: pytest.MonkeyPatch, size: str, activations:
     tokens = list(engine.generate([1, 2, 3], lowbit.SamplingParams(), 4))
     assert len(tokens) == 4
     assert all(token < config["vocab_size"] for token in tokens)
+
+
+def test_linears_have_the_schemes_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    made, checkpoints = map(importlib.import_module, ("random_engine", "make_random_checkpoint"))
+    given: dict[str, Any] = checkpoints.config_of("8B")
+    config = {**given, **{name: value for name, value in SMALL.items() if name in given}}
+    config.pop("bos_token_id", None)
+    schemes = {"model.layers.1.mlp.down_proj": Scheme(8, 32), "lm_head": Scheme(4, 64)}
+    drawn, packed = [], made.packed_on_cpu
+
+    def watched(bits: int, N: int, K: int, inputs: str, group: int) -> object:
+        drawn.append((bits, group, N, K))
+        return packed(bits, N, K, inputs, group)
+
+    monkeypatch.setattr(made, "packed_on_cpu", watched)
+    engine = made.engine_of(config, 4, "cpu", context=64, schemes=schemes)
+    assert len(list(engine.generate([1, 2, 3], lowbit.SamplingParams(), 4))) == 4
+    assert drawn.count((8, 32, 256, 256)) == 1
+    assert drawn[-1] == (4, 64, 512, 256)
+    assert {each[:2] for each in drawn} == {(4, 128), (8, 32), (4, 64)}
+
+
+def test_mixes_of_bits_have_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    bench = importlib.import_module("bench_bits")
+    uniform, *others = map(bench.bytes_of, bench.MIXES)
+    # INT4 and a scale for 128 weights are 4.125 bits, INT8 8.125; of the head 151,936 rows of 4,096
+    layers, head = 36 * (4096 * (6144 + 4096 + 3 * 12288)), 151936 * 4096
+    assert uniform == (layers * 4.125 + head * 8.125) / 8
+    assert others
+    assert all(abs(other / uniform - 1) < 0.005 for other in others)
+    for mix in bench.MIXES:
+        assert sum(bench.ways_of(mix, "exact", 16).values()) == pytest.approx(1)
 
 
 def test_packed_checkpoints_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

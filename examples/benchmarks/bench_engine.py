@@ -67,14 +67,15 @@ def batch_rate(engine: Engine, batch: int) -> float:
 def batches(size: str, bits: int, activations: Activations) -> None:
     """Print tokens per second of all sequences together, a median of three runs after the first."""
     engine = random_engine(size, bits, 512, max(BATCHES), activations=activations)
-    rates = [statistics.median(_after_first(partial(batch_rate, engine, b))) for b in BATCHES]
+    rates = [statistics.median(after_first(partial(batch_rate, engine, b))) for b in BATCHES]
     print(
         f"{size:<9} batches "
         + " ".join(f"{b}: {r:,.0f}" for b, r in zip(BATCHES, rates, strict=True))
     )
 
 
-def _after_first(run: Callable[[], float], runs: int = 3) -> list[float]:
+def after_first(run: Callable[[], float], runs: int = 3) -> list[float]:
+    """Results of some runs after the first, which compiles kernels and records graphs."""
     return [run() for _ in range(runs + 1)][1:]
 
 

@@ -5,6 +5,7 @@ For scripts that measure speed, which does not depend on what the weights are.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,14 +58,19 @@ def bits_of(module: str, bits: int) -> int:
 
 
 def packed(
-    bits: int, N: int, K: int, paired: bool = False, inputs: Inputs = "exact"
+    bits: int,
+    N: int,
+    K: int,
+    paired: bool = False,
+    inputs: Inputs = "exact",
+    group: int = GROUP,
 ) -> TiledLinear:
     """Random codes, and scales that keep activations near one."""
     width = CODECS[bits]
     shape = (N // TILE, -(-K // width.STEP_K), width.LOADS, 8, 4, 4)
     words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
-    scales = torch.randn(N // TILE, K // GROUP, 8, 2, device="cuda") / (2 ** (bits - 1) * K**0.5)
-    scales, sizes = scales.bfloat16(), (bits, GROUP, N, K, paired)
+    scales = torch.randn(N // TILE, K // group, 8, 2, device="cuda") / (2 ** (bits - 1) * K**0.5)
+    scales, sizes = scales.bfloat16(), (bits, group, N, K, paired)
     arrived = counters(words)
     if inputs == "exact":
         return TiledLinear(words, scales, *sizes, arrived=arrived)
@@ -83,11 +89,13 @@ def packed_experts(
     return TiledExperts(words, scales, bits, GROUP, N, K, paired, activations, bounds)
 
 
-def packed_on_cpu(bits: int, N: int, K: int, inputs: Inputs = "exact") -> CpuLinear:
+def packed_on_cpu(
+    bits: int, N: int, K: int, inputs: Inputs = "exact", group: int = GROUP
+) -> CpuLinear:
     """Random weights on a CPU."""
     codes = torch.randint(-(2**31), 2**31, (N, K * bits // 32)).to(torch.int32)
-    scales = torch.randn(N, K // GROUP) / (2 ** (bits - 1) * K**0.5)
-    w = PackedLinear(codes, scales.bfloat16(), bits, GROUP)
+    scales = torch.randn(N, K // group) / (2 ** (bits - 1) * K**0.5)
+    w = PackedLinear(codes, scales.bfloat16(), bits, group)
     return prepare(w, torch.bfloat16, inputs)
 
 
@@ -104,7 +112,7 @@ class RandomWeights:
     bits: int
     device: str = "cuda"
     activations: Activations = "exact"  # inputs of packed linears; see `HEAD_INPUTS`
-    schemes: Mapping[str, Scheme] = field(default_factory=dict)  # none are named: all have the same
+    schemes: Mapping[str, Scheme] = field(default_factory=dict)  # of modules other than by `bits`
     head_rows: int = 0  # of a drafter's heads; 0 for all
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -131,7 +139,8 @@ class RandomWeights:
         N = self.head_rows if head and self.head_rows else N
         if modules[0].endswith(DENSE):
             return DenseLinear(0.02 * torch.randn(N, K, device=self.device).bfloat16())
-        return self.packed(bits_of(modules[0], self.bits), N, K, paired, head)
+        scheme = self.schemes.get(modules[0], Scheme(bits_of(modules[0], self.bits), GROUP))
+        return self.packed(scheme.bits, N, K, paired, head, scheme.group_size or K)
 
     def stack(
         self, experts: Sequence[Sequence[str]], paired: bool = False
@@ -148,13 +157,19 @@ class RandomWeights:
         return torch.cat([self.tensor(f"{module}.weight") for module in modules])
 
     def packed(
-        self, bits: int, N: int, K: int, paired: bool = False, head: bool = False
+        self,
+        bits: int,
+        N: int,
+        K: int,
+        paired: bool = False,
+        head: bool = False,
+        group: int = GROUP,
     ) -> GpuLinear | CpuLinear:
         """A quantized linear of the device."""
         inputs = HEAD_INPUTS[self.activations] if head else self.activations
         if self.device == "cpu":
-            return packed_on_cpu(bits, N, K, inputs)
-        return packed(bits, N, K, paired, inputs)
+            return packed_on_cpu(bits, N, K, inputs, group)
+        return packed(bits, N, K, paired, inputs, group)
 
 
 def random_engine(
@@ -192,6 +207,7 @@ def engine_of(
     draft_rows: int = 0,
     cache_type: CacheType = BF16_CACHE,
     activations: Activations = "exact",
+    schemes: Mapping[str, Scheme] = MappingProxyType({}),
 ) -> Engine:
     """An engine of a config.json, with the head for multi-token prediction if it has one.
 
@@ -206,6 +222,7 @@ def engine_of(
         draft_rows: of the vocabulary, from which the head drafts; 0 for all.
         cache_type: see `random_engine`.
         activations: see `random_engine`.
+        schemes: of linears that do not have `bits`, by module.
     """
     ops: Any = cpu
     if device == "cuda":
@@ -215,7 +232,7 @@ def engine_of(
     torch.manual_seed(0)
     config = read_config(raw)
     shapes = {spec.name: spec.shape for spec in tensor_table(raw)}
-    weights: Any = RandomWeights(shapes, bits, device, activations)
+    weights: Any = RandomWeights(shapes, bits, device, activations, schemes)
     model_type = raw["model_type"]
     decoder: Any = BUILD[model_type](config, prefix_of(raw), weights, ops, context)
     if getattr(config, "mtp_layers", 0):
