@@ -32,7 +32,7 @@ from lowbit.runtime.state.changes import SaveSnapshot
 from lowbit.runtime.state.pool import Pool
 from lowbit.runtime.state.step import NO_SLOT
 
-LEAST = 64  # fewest tokens between two chunk ends
+LEAST = 64  # fewest tokens between the ends of messages that are cuts
 MOST_AHEAD = 4  # images of all that wait, on which threads work
 SNAPSHOT_EVERY = 2048  # tokens of a prompt, where no message ends
 
@@ -389,21 +389,24 @@ def chunk_ends_of(ids: Ids[int], message_ends: Collection[int], chunk: int) -> l
     """Lengths at which a prompt is cut into chunks, in ascending order.
 
     There is a cut after `chunk` tokens, and after every message that ends LEAST tokens or more
-    behind the cut before.
+    behind the last one that was a cut: a picture of a whole chunk and a few words are one, too.
 
     Returns:
         Lengths up to `len(ids)`; that length itself only where it is a cut too.
     """
     chunk_ends: list[int] = []
-    last = 0
+    last = behind = 0  # the last cut, and the last one after a message
     ends = [index + 1 for index, id in enumerate(ids) if id in message_ends] if message_ends else []
     for end in (*ends, len(ids)):
         while end - last > chunk:
             last += chunk
             chunk_ends.append(last)
-        if end - last == chunk or (end - last >= LEAST and ends and end <= ends[-1]):
+        message = end - behind >= LEAST and bool(ends) and end <= ends[-1]
+        if end - last == chunk or message:
             last = end
             chunk_ends.append(last)
+        if message:
+            behind = end
     return chunk_ends
 
 

@@ -93,6 +93,18 @@ def test_a_prompt_that_turns_off_reuses_the_messages_before(load: Load) -> None:
             assert got == run(load(), other)[0]
 
 
+def test_the_end_of_a_message_just_behind_a_chunk_is_reused(
+    make_qwen3_5: "Callable[..., PackedModel]",
+) -> None:
+    """A picture of 1,024 tokens and a few words end so."""
+    folder = make_qwen3_5(max_position_embeddings=2048).folder
+    model = lowbit.load(folder, device="cpu", dtype=torch.float32, context=2048)
+    chunk = model.engine.runner.capacity.chunk
+    message = [id % 250 for id in range(chunk + 20)] + [END]
+    run(model, [*message, 5, 6, 7])
+    assert run(model, [*message, 8, 9])[1] == len(message)
+
+
 def test_a_prompt_that_turns_off_earlier_starts_over(load: Load) -> None:
     model = load()
     run(model, PROMPT)

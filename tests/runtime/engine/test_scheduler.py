@@ -41,13 +41,23 @@ def test_chunks_have_the_right_lengths(lengths: list[int]) -> None:
     ids = ids_of(lengths)
     chunk_ends = ends_of(ids)
     assert chunk_ends == sorted(set(chunk_ends))
+    behind = 0  # the last message that ends in a cut
     for first, cut in zip([0, *chunk_ends], chunk_ends, strict=False):
-        assert LEAST <= cut - first <= CHUNK
-        assert cut - first == CHUNK or ids[cut - 1] in ENDS
+        assert 0 < cut - first <= CHUNK
+        if cut - first < CHUNK:
+            assert ids[cut - 1] in ENDS
+            assert cut - behind >= LEAST
+        behind = cut if ids[cut - 1] in ENDS else behind
     last = max(chunk_ends, default=0)
     assert len(ids) - last <= CHUNK
-    missed = [at for at, id in enumerate(ids, start=1) if id in ENDS and at - last >= LEAST]
-    assert not [at for at in missed if at > last]
+    assert not [at for at, id in enumerate(ids, start=1) if id in ENDS and at - last >= LEAST]
+
+
+@pytest.mark.parametrize("more", [1, LEAST - 1])
+def test_a_message_a_little_longer_than_a_chunk_ends_in_a_cut(more: int) -> None:
+    """As a picture of a chunk and a question are: the next turn begins there."""
+    ids = [1] * (CHUNK + more - 1) + [END] + [1] * LEAST
+    assert ends_of(ids) == [CHUNK, CHUNK + more]
 
 
 @pytest.mark.parametrize(
