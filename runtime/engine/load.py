@@ -247,11 +247,6 @@ def check_device(dtype: torch.dtype, options: LoadOptions, device: str) -> None:
         ResourceError: GPUs that are not there, or that cannot share a model.
     """
     if device == "cpu":
-        if options.tensor_parallel > 1 and options.mtp_head:
-            raise RequestError(
-                f"`speculate` {options.speculate} works with `tensor_parallel` on GPUs alone",
-                hint="what works here: off or ngram",
-            )
         return
     if dtype == torch.float32:
         raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")

@@ -86,7 +86,7 @@ class LoadOptions:
             begin another. By default they are plain text. Raw prompts are taken as they are.
         tensor_parallel: processes that share the model, each with some of its heads and a part of
             its widths, and on a GPU of its own; the numbers that fit depend on the model. No
-            drafter is read, and a CPU has n-grams alone.
+            drafter is read.
         devices: number of the GPU of each of them; None for the first ones.
         vision_device: where the vision tower runs, which is read at the first image. `auto` takes
             the GPU of the model if the cache stays as large beside the tower and an image, streams

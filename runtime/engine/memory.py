@@ -68,15 +68,20 @@ class Account:
         """Processes whose memory is that of the device."""
         return self.ranks if self.device == "cpu" else 1
 
+    @property
+    def other(self) -> "Account":
+        """Memory of a rank behind the first, which drafts nothing."""
+        return replace(self, opened=replace(self.opened, drafter=None, lone=None))
+
     def page_bytes(self, count: int) -> int:
-        """Memory of so many pages, a drafter's included."""
-        opened = self.opened
+        """Memory of so many pages, a drafter's included, which the first rank alone has."""
+        opened, drafting = self.opened, 0
         pages = kv_pages(opened.config, count, self.cache_type, "meta", opened.head).size_bytes
         if opened.drafter is not None:
-            pages += kv_pages(opened.drafter.config, count, self.cache_type, "meta").size_bytes
+            drafting += kv_pages(opened.drafter.config, count, self.cache_type, "meta").size_bytes
         if opened.lone is not None:
-            pages += head_pages(opened.lone.config, count, self.cache_type, "meta").size_bytes
-        return pages * self.processes
+            drafting += head_pages(opened.lone.config, count, self.cache_type, "meta").size_bytes
+        return pages * self.processes + drafting
 
     def row_bytes(self, size: CacheSize) -> int:
         """Memory of the sequences of a cache, whatever their length: states, sampler, logits.
@@ -88,14 +93,12 @@ class Account:
         snapshots = Snapshots(state.slots, size.snapshots, staged=on_gpu)
         taken = state.size_bytes + (snapshots.staged_bytes if on_gpu else snapshots.most_bytes)
         taken += new_sampler_rows(rows, self.vocabulary, "meta").size_bytes
-        if self.opened.drafts:
-            taken += new_hidden_ring(rows, config.hidden_size, self.dtype, "meta").nbytes
-        if self._keeps_context:
-            taken += new_hidden_ring(rows, config.hidden_size, self.dtype, "meta").nbytes
+        ring = new_hidden_ring(rows, config.hidden_size, self.dtype, "meta").nbytes
+        drafting = ring * (self.opened.drafts + self._keeps_context)  # of the first rank alone
         if on_gpu:  # a CPU keeps no copy of logits
             kept = new_kept(size.sequences, self.vocabulary, config.vocab_size, "meta")
             taken += kept.nbytes
-        return taken * self.processes
+        return taken * self.processes + drafting
 
     @property
     def _keeps_context(self) -> bool:
@@ -136,7 +139,9 @@ class Account:
             workspace = GPU_WORKSPACE + self.widened_bytes(size) + self.graph_bytes(size)
             workspace += self.drafter_bytes()
             workspace += SHARED_WORKSPACE if self.ranks > 1 else 0
-        weights = self.opened.weight_bytes(self.device, self.dtype) * self.processes
+        kind = self.device, self.dtype
+        drafting = self.opened.drafting_bytes(*kind)
+        weights = (self.opened.weight_bytes(*kind) - drafting) * self.processes + drafting
         weights += self.vision_bytes
         return weights + workspace + self.row_bytes(size) + self.page_bytes(pages)
 

@@ -87,12 +87,16 @@ class OpenedModel:
     def weight_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory the weights will take on `cpu` or `cuda`."""
         size = 0 if self.draft is None else self.draft.packed.nbytes + self.draft.scale.nbytes
-        for beside in (self.drafter, self.lone):
-            size += 0 if beside is None else beside.weight_bytes(device, dtype)
+        size += self.drafting_bytes(device, dtype)
         ends = KEPT_TWICE.get(kind_of(self.checkpoint.config), ())
         twice = (spec for spec in self.specs if spec.quantizable and spec.module.endswith(ends))
         size += sum(self._bytes_of(spec, device, dtype) for spec in twice)
         return size + sum(self._bytes_of(spec, device, dtype) for spec in self.specs)
+
+    def drafting_bytes(self, device: str, dtype: torch.dtype) -> int:
+        """Those of its weights that only the first of several ranks has, to draft with."""
+        beside = (each for each in (self.drafter, self.lone) if each is not None)
+        return sum(each.weight_bytes(device, dtype) for each in beside)
 
     def token_weights(self) -> int:
         """Weights of the decoder's layers that a token is multiplied by."""

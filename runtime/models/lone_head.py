@@ -1,7 +1,7 @@
-"""The head for multi-token prediction whole on the first of several GPUs, which drafts alone.
+"""The head for multi-token prediction whole on the first of several ranks, which drafts alone.
 
 A draft is a small part of a round. Sharing it out would cost it two exchanges and a choice among
-ranks; so the others wait, inside the round, for the tokens that the first one gives them.
+ranks; so the others wait for the tokens that the first one gives them, on GPUs inside the round.
 """
 
 from dataclasses import replace

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -24,6 +24,9 @@ from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.snapshots import Snapshots
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.table import Table
+
+if TYPE_CHECKING:
+    from lowbit.runtime.models.qwen3_5_mtp import MtpHead
 
 T = TypeVar("T")
 
@@ -121,9 +124,9 @@ class SharedDecoder:
         return self.model.ops
 
     @property
-    def mtp(self) -> None:
-        """Head for multi-token prediction, which ranks do not run."""
-        return
+    def mtp(self) -> "MtpHead[RankLinear] | None":
+        """Head for multi-token prediction, which the first rank has whole."""
+        return self.model.mtp
 
     def hidden(self, ids: Tensor, state: DeviceState, step: Step) -> Tensor:
         """Output of the last layer on every rank; see `Dense.hidden`."""

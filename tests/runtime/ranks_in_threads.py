@@ -106,7 +106,11 @@ def _in_inference(work: Callable[[], T]) -> T:
 
 
 def shared_runner(
-    opened: OpenedModel, ranks: int, cache: CacheSize, cache_type: CacheType = FP32_CACHE
+    opened: OpenedModel,
+    ranks: int,
+    cache: CacheSize,
+    cache_type: CacheType = FP32_CACHE,
+    vocabulary: int = 261,
 ) -> tuple[Runner, ThreadCrew]:
     """A runner in FP32 whose decoder is shared by ranks, and the others of them."""
     check_ranks(opened, ranks)
@@ -122,7 +126,7 @@ def shared_runner(
         snapshots = Snapshots(state.slots, cache.snapshots, staged=False)
         followers.append(FollowedDecoder(model, state, snapshots))
     crew = ThreadCrew(followers)
-    runner = new_runner(SharedDecoder(first, crew), 261, cache, dtype, "cpu", cache_type)
+    runner = new_runner(SharedDecoder(first, crew), vocabulary, cache, dtype, "cpu", cache_type)
     runner.crew = crew
     return runner, crew
 

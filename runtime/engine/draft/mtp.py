@@ -8,12 +8,11 @@ then, so plain steps cost it little.
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit.runtime.backends.cpu_linear import CpuLinear
 from lowbit.runtime.engine.draft.made import MadeRounds
 from lowbit.runtime.engine.draft.state import drafts_of
 from lowbit.runtime.engine.draft.verify import Verifier
@@ -29,10 +28,6 @@ from lowbit.runtime.state.step import Span, Step, StepPlan, starts_of, token_col
 from lowbit.runtime.state.step_buffers import new_step, step_of
 from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
 
-if TYPE_CHECKING:
-    from lowbit.runtime.backends.cuda_parallel import RankLinear  # needs triton, as the next one
-    from lowbit.runtime.kernels.linear.tiles import GpuLinear  # which a CPU may lack
-
 # First guess of how often drafts are accepted behind accepted ones, by place.
 MTP_GUESSES = (0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35)
 MOST_BEHIND = 2 * ROUND_TOKENS  # positions
@@ -44,8 +39,7 @@ class MtpCache:
     """Keys and values of the MTP head."""
 
     runner: Runner  # of the model
-    # The model's; those that ranks share on a CPU have none
-    head: MtpHead[CpuLinear] | MtpHead["GpuLinear"] | MtpHead["RankLinear"]
+    head: MtpHead[Any]  # of the model
     hidden_ring: Tensor  # of the runner
     graphs: Graphs  # recorded steps that catch up
     block: Tensor  # [4, W] int32 rows, positions, places in the hidden rings and ids of such a step

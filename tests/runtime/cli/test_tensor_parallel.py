@@ -35,7 +35,6 @@ def test_commands_take_it(command: str) -> None:
     [
         (("3",), "`tensor_parallel` 3: the model has 4 attention heads"),
         (("2", "--quantize", "int4", "--group-size", "256"), "which do not end where groups of"),
-        (("2", "--speculate", "mtp"), "`speculate` mtp works with `tensor_parallel` on GPUs alone"),
         (("2", "--quantize", "int4", "--method", "weighted"), "`method` weighted does not work"),
     ],
 )

@@ -19,14 +19,16 @@ from lowbit.runtime.engine.load import decide
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account
 from lowbit.runtime.engine.new_runner import new_runner
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model, with_activations
 from lowbit.runtime.models.lone_head import lone_head
 from lowbit.runtime.models.shards import check_ranks, shard_of
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.weights.share import Share
 from tests.runtime.engine.small_engine import assert_all_free
-from tests.runtime.ranks_in_threads import linked_runner
+from tests.runtime.ranks_in_threads import linked_runner, shared_runner
 
 MODELS = Path(__file__).parents[4] / "examples" / "models"
 MODEL = MODELS / "tiny-qwen3.5"
@@ -170,6 +172,20 @@ def test_memory_of_the_head_is_counted(opened: OpenedModel) -> None:
     assert with_it.needed(SIZE, 4) > without.needed(SIZE, 4) + lone.weight_bytes(
         "cuda", torch.bfloat16
     )
+    assert with_it.other == without
+
+
+def test_one_of_the_processes_on_a_cpu_has_the_head(opened: OpenedModel) -> None:
+    """All else is in the memory of the machine once for each of them."""
+    shard, kind = shard_of(opened, Share(0, 2)), ("cpu", torch.bfloat16)
+    two = Account(shard, *kind, BF16_CACHE, VOCABULARY, ranks=2)
+    assert shard.lone is not None
+    own = replace(two, ranks=1)
+    assert two.needed(SIZE, 4) == own.needed(SIZE, 4) + own.other.needed(SIZE, 4)
+    more = own.needed(SIZE, 4) - own.other.needed(SIZE, 4)
+    ring = SIZE.rows * 128 * opened.config.hidden_size * 2
+    pages = own.page_bytes(4) - own.other.page_bytes(4)
+    assert more == shard.lone.weight_bytes(*kind) + ring + pages
 
 
 def test_widened_keys_of_the_head_are_those_of_all_ranks(opened: OpenedModel) -> None:
@@ -195,8 +211,6 @@ def test_a_cache_that_stays_as_large_leaves_the_head(
 
 
 def test_what_does_not_draft() -> None:
-    with pytest.raises(RequestError, match="`speculate` mtp works with `tensor_parallel` on GPUs"):
-        load(MODEL, device="cpu", tensor_parallel=2, speculate="mtp")
     with pytest.raises(RequestError, match="a `drafter` does not work with `tensor_parallel`"):
         LoadOptions(tensor_parallel=2, speculate="auto", drafter="x")
 
@@ -234,3 +248,19 @@ def test_groups_of_the_head_need_not_fit_ranks(make_qwen3_5: Any) -> None:
     check_ranks(open_model(make_qwen3_5(schemes("mtp"), **sizes).folder, head=True), 2)
     with pytest.raises(RequestError, match=r"32 columns of .* groups of 64"):
         check_ranks(open_model(make_qwen3_5(schemes("mlp"), **sizes).folder, head=True), 2)
+
+
+def test_an_image_before_drafts(opened: OpenedModel, prompts: list[list[int]]) -> None:
+    """The head of the first of several processes on a CPU reads a prompt with an image, too."""
+    rows = torch.randn(6, opened.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    image, before = ImageSpan(40, 2, 3, 0.02 * rows, b"x"), prompts[2][:40]
+    request = Request((*before, *[7] * 6, *prompts[0]), GREEDY, COUNT, images=(image,))
+    found = []
+    for drafts in (False, True):
+        runner, crew = shared_runner(opened, 2, SIZE, vocabulary=VOCABULARY)
+        handle = (drafting(runner) if drafts else Engine(runner)).submit(request)
+        found.append(list(handle))
+    assert found[1] == found[0]
+    assert handle.speculation is not None
+    assert handle.speculation.rounds > 2
+    assert {"OpenPass", "RunPass"} <= set(crew.tasks)
