@@ -350,7 +350,8 @@ def add_drafter(
     rows: Any = None
     if draft_rows:
         rows = random_rows(weights, draft_rows, config.vocab_size, config.hidden_size)
-    runner.blocks = new_blocks(drafter, pages, rows, runner.tables.shape[0], torch.bfloat16)
+    sizes = runner.tables.shape[0], torch.bfloat16
+    runner.blocks = new_blocks(drafter, runner.decoder, pages, rows, *sizes)
     runner.chunks = new_chunks(runner.decoder, runner.each_layer, runner.tables, runner.graphs)
 
 

@@ -132,11 +132,11 @@ def load(
         sizes = dtype, cache, chosen.cache_type, threads
         setup = Setup(folder, options, shard.share, Path(), *sizes)
         if device != "cpu":
-            needed = decided.account.needed(cache, cache.all_pages)
+            needed = decided.account.other.needed(cache, cache.all_pages)
             setup = _on_gpus(setup, opened.config.hidden_size, vocabulary, needed)
-        crew, decoder = load_shared(setup, shard)
+        crew, decoder, target = load_shared(setup, shard)
     else:
-        decoder = load_decoder(opened, device, dtype, cache.context, launches)
+        decoder = target = load_decoder(opened, device, dtype, cache.context, launches)
     chunk = CHUNK if device != "cpu" else cpu_chunk(opened.token_weights() // len(decoder.layers))
     tokens = chunk, opened.part_tokens(device)
     runner = new_runner(decoder, vocabulary, cache, dtype, device, chosen.cache_type, *tokens)
@@ -149,7 +149,7 @@ def load(
     if beside is not None:
         reader, rows = beside
         pages = kv_pages(reader.config, cache.all_pages, chosen.cache_type, device)
-        runner.blocks = new_blocks(reader, pages, rows, runner.tables.shape[0], dtype)
+        runner.blocks = new_blocks(reader, target, pages, rows, runner.tables.shape[0], dtype)
     engine = Engine(runner, options.max_waiting, new_drafts(runner, options, drafts, device))
     stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
     if device != "cpu":

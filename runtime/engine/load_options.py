@@ -33,7 +33,6 @@ DEFAULT_ACTIVATIONS: Activations = "exact"  # likewise
 VisionDevice = Literal["auto", "cuda", "cpu"]  # of the tower that reads images
 VISION_DEVICES: tuple[VisionDevice, ...] = get_args(VisionDevice)
 DEFAULT_VISION_DEVICE: VisionDevice = "auto"
-SHARED_MODES: tuple[Mode | None, ...] = ("off", "ngram", "mtp", "auto", None)  # with several ranks
 MOST_DRAFTS = 15  # with the last token ROUND_TOKENS
 RECURRENT_DRAFTS = 7  # by default with linear layers: each draft takes a recurrent state
 
@@ -85,8 +84,8 @@ class LoadOptions:
             spells, such as `<|im_end|>`, are these tokens, so that a message may end its turn and
             begin another. By default they are plain text. Raw prompts are taken as they are.
         tensor_parallel: processes that share the model, each with some of its heads and a part of
-            its widths, and on a GPU of its own; the numbers that fit depend on the model. No
-            drafter is read.
+            its widths, and on a GPU of its own; the numbers that fit depend on the model. The
+            first one makes the drafts.
         devices: number of the GPU of each of them; None for the first ones.
         vision_device: where the vision tower runs, which is read at the first image. `auto` takes
             the GPU of the model if the cache stays as large beside the tower and an image, streams
@@ -164,19 +163,7 @@ class LoadOptions:
                 f"`devices` must name a GPU for each of {ranks} processes, the first one 0, got "
                 f"{shown(self.devices)}"
             )
-        if ranks == 1:
-            return
-        if self.speculate not in SHARED_MODES:
-            raise RequestError(
-                f"`speculate` {self.speculate} does not work with `tensor_parallel` yet",
-                hint=f"what works: {' or '.join(filter(None, SHARED_MODES))}",
-            )
-        if self.drafter is not None:
-            raise RequestError(
-                "a `drafter` does not work with `tensor_parallel` yet",
-                hint="what works: the model's own head, by `speculate` mtp or auto",
-            )
-        if self.measures_inputs:
+        if ranks > 1 and self.measures_inputs:
             raise RequestError(
                 "`method` weighted does not work with `tensor_parallel` yet",
                 hint="what works: rtn or absmax; or a folder that lowbit-convert has made",

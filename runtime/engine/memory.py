@@ -79,8 +79,8 @@ class Account:
         pages = kv_pages(opened.config, count, self.cache_type, "meta", opened.head).size_bytes
         if opened.drafter is not None:
             drafting += kv_pages(opened.drafter.config, count, self.cache_type, "meta").size_bytes
-        if opened.lone is not None:
-            drafting += head_pages(opened.lone.config, count, self.cache_type, "meta").size_bytes
+        if (mtp := opened.lone_mtp) is not None:
+            drafting += head_pages(mtp.config, count, self.cache_type, "meta").size_bytes
         return pages * self.processes + drafting
 
     def row_bytes(self, size: CacheSize) -> int:
@@ -118,9 +118,9 @@ class Account:
         """Memory on a GPU of a sequence's keys and values of a layer, widened for its prompt."""
         if not self.cache_type.scaled:
             return 0
-        lone, plain, count = self.opened.lone, plain_cache(self.dtype), pages_for(size.context)
-        if lone is not None:  # whose layer has the heads of all ranks
-            return head_pages(lone.config, count, plain, "meta").size_bytes
+        mtp, plain, count = self.opened.lone_mtp, plain_cache(self.dtype), pages_for(size.context)
+        if mtp is not None:  # whose layer has the heads of all ranks
+            return head_pages(mtp.config, count, plain, "meta").size_bytes
         config = self.opened.config
         return kv_pages(config, count, plain, "meta").size_bytes // max(1, config.kv_layers)
 

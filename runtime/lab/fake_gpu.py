@@ -211,7 +211,7 @@ def meta_blocks(opened: OpenedModel, options: LoadOptions, runner: Runner) -> Bl
     build = DRAFTER_BUILD[kind_of(own.checkpoint.config)]
     drafter = build(own.config, weights, cuda, runner.context)
     rows = draft_rows(opened.draft, weights)
-    return new_blocks(drafter, pages, rows, runner.tables.shape[0], DTYPE)
+    return new_blocks(drafter, runner.decoder, pages, rows, runner.tables.shape[0], DTYPE)
 
 
 def round_sizes(most: int, rows: int) -> Iterator[tuple[int, int]]:

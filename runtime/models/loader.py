@@ -77,12 +77,17 @@ class OpenedModel:
     activations: Activations = "exact"  # inputs of its packed linears, heads aside
     share: Share = ALONE  # the rank that it is the shard of, see `shards`
     head_rows: int | None = None  # rows that are kept of a drafter's heads; None for all
-    lone: "OpenedModel | None" = None  # of a rank: the head of the whole model, see `lone_head`
+    lone: "OpenedModel | None" = None  # of a rank: what it has of the whole, see `lone_head`
 
     @property
     def drafts(self) -> bool:
         """True if its head for multi-token prediction is read, too."""
-        return self.head or self.lone is not None
+        return self.head or self.lone_mtp is not None
+
+    @property
+    def lone_mtp(self) -> "OpenedModel | None":
+        """`lone` with a head for multi-token prediction; None where no such head is there."""
+        return self.lone if self.lone is not None and self.lone.head else None
 
     def weight_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory the weights will take on `cpu` or `cuda`."""
@@ -325,14 +330,14 @@ def load_decoder(
         UnsupportedModelError: the GPU's kernels have no place for the model's sizes.
     """
     if device == "cpu":
-        to_cpu = _cpu_weights(opened, dtype)
+        to_cpu = cpu_weights(opened, dtype)
         on_cpu = build_decoder(opened, to_cpu, cpu, context)
         to_cpu.check_finite()
         return on_cpu
     from lowbit.runtime.backends import cuda  # needs triton and a GPU
 
     check_kernels(opened)
-    to_cuda = _cuda_weights(opened, device, dtype, launches)
+    to_cuda = cuda_weights(opened, device, dtype, launches)
     decoder = build_decoder(opened, to_cuda, cuda, context)
     to_cuda.check_finite()
     torch.cuda.empty_cache()  # buffers of rows on their way to tiles
@@ -385,14 +390,14 @@ def load_drafter(
         raise ValueError(f"`{opened.checkpoint.folder}` was opened without a drafter")
     build, config = DRAFTER_BUILD[kind_of(own.checkpoint.config)], own.config
     if device == "cpu":
-        to_cpu = with_head_rows(_cpu_weights(own, dtype), opened.draft)
+        to_cpu = with_head_rows(cpu_weights(own, dtype), opened.draft)
         on_cpu = build(config, to_cpu, cpu, context), draft_rows(opened.draft, to_cpu)
         to_cpu.check_finite()
         return on_cpu
     from lowbit.runtime.backends import cuda  # needs triton and a GPU
 
     cuda.check_attention(config.head_dim, config.rotary_dim)
-    to_cuda = with_head_rows(_cuda_weights(own, device, dtype, launches), opened.draft)
+    to_cuda = with_head_rows(cuda_weights(own, device, dtype, launches), opened.draft)
     on_cuda = build(config, to_cuda, cuda, context), draft_rows(opened.draft, to_cuda)
     to_cuda.check_finite()
     torch.cuda.empty_cache()  # buffers of rows on their way to tiles
@@ -406,9 +411,10 @@ def with_head_rows(weights: Weights[W], draft: DraftHead | None) -> Weights[W]:
     return replace(weights, head_rows=draft.ids.long().to(weights.device))
 
 
-def _cuda_weights(
-    opened: OpenedModel, device: str, dtype: torch.dtype, launches: "Launches | None"
+def cuda_weights(
+    opened: OpenedModel, device: str, dtype: torch.dtype, launches: "Launches | None" = None
 ) -> "Weights[GpuLinear]":
+    """Weights of a model or a drafter on a GPU, of its own alone."""
     from lowbit.runtime.backends import cuda  # needs triton and a GPU
 
     prepare = partial(cuda.prepare, launches=launches)
@@ -418,7 +424,9 @@ def _cuda_weights(
     )
 
 
-def _cpu_weights(opened: OpenedModel, dtype: torch.dtype) -> Weights[CpuLinear]:
+def cpu_weights(opened: OpenedModel, dtype: torch.dtype) -> Weights[CpuLinear]:
+    """Weights of a model or a drafter on a CPU, of a single process."""
+
     def made(w: Linear, paired: bool, inputs: Inputs) -> CpuLinear:
         return prepare(w, dtype, inputs)
 

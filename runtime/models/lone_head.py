@@ -1,4 +1,4 @@
-"""The head for multi-token prediction whole on the first of several ranks, which drafts alone.
+"""Heads that are whole on the first of several ranks, which drafts alone.
 
 A draft is a small part of a round. Sharing it out would cost it two exchanges and a choice among
 ranks; so the others wait for the tokens that the first one gives them, on GPUs inside the round.
@@ -19,9 +19,12 @@ W = TypeVar("W")  # what the backend keeps a linear as
 
 
 def lone_head(opened: OpenedModel) -> OpenedModel:
-    """The first rank's reads besides its shard: the head, and rows that drafts are chosen from.
+    """The first rank's reads besides its shard, to draft with.
 
-    opened: a model with the head.
+    That is the head for multi-token prediction where it drafts, and rows that drafts are chosen
+    from. A drafter of its own is no part of it.
+
+    opened: a model with that head, or with a drafter.
     """
     config = opened.checkpoint.config
     own = opened.draft is None and not opened.config.tie_word_embeddings
@@ -30,11 +33,11 @@ def lone_head(opened: OpenedModel) -> OpenedModel:
         for spec in opened.specs
         if part_of(config, spec.name) == "mtp" or (own and spec.module == HEAD)
     )
-    return replace(opened, specs=specs)
+    return replace(opened, specs=specs, drafter=None)
 
 
-def with_lone_head(model: Any, lone: OpenedModel, weights: Weights[W], ops: Any) -> Any:
-    """A rank's model with a head that needs no other rank.
+def lone_trunk(model: Any, lone: OpenedModel, weights: Weights[W], ops: Any) -> Any:
+    """A rank's model as drafts see it: with the whole head, over ops that exchange nothing.
 
     Args:
         model: of the rank, over ops that exchange.
@@ -46,6 +49,14 @@ def with_lone_head(model: Any, lone: OpenedModel, weights: Weights[W], ops: Any)
     if lone.draft is None:  # else drafts are chosen from rows of their own
         tied = lone.config.tie_word_embeddings and isinstance(embedding, Tensor)
         head = weights.dense(embedding, HEAD) if tied else weights.linear(HEAD, head=True)
-    trunk = replace(model, config=lone.config, head=head, ops=ops)
+    return replace(model, config=lone.config, head=head, ops=ops)
+
+
+def with_lone_head(model: Any, lone: OpenedModel, weights: Weights[W], ops: Any) -> Any:
+    """A rank's model with a head for multi-token prediction that needs no other rank.
+
+    Arguments as of `lone_trunk`.
+    """
+    trunk = lone_trunk(model, lone, weights, ops)
     made = HEADS[kind_of(lone.checkpoint.config)](trunk, weights, lone.draft, lone=True)
     return replace(model, mtp=made.mtp)

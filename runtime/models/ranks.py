@@ -1,7 +1,7 @@
 """The model of a rank: its shard of the weights over ops that exchange partial sums."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,8 +11,14 @@ from lowbit.runtime.backends.cpu_linear import prepare
 from lowbit.runtime.backends.cpu_parallel import RankLinear, RankOps, rank_form
 from lowbit.runtime.backends.exchange import Exchange
 from lowbit.runtime.models.architectures import Model
-from lowbit.runtime.models.loader import OpenedModel, build_decoder, check_kernels
-from lowbit.runtime.models.lone_head import with_lone_head
+from lowbit.runtime.models.loader import (
+    OpenedModel,
+    build_decoder,
+    check_kernels,
+    cpu_weights,
+    cuda_weights,
+)
+from lowbit.runtime.models.lone_head import lone_trunk, with_lone_head
 from lowbit.runtime.models.shards import head_rows
 from lowbit.runtime.weights.linear import Linear
 from lowbit.runtime.weights.share import HeadShare, Share
@@ -57,11 +63,10 @@ def load_rank(
     )
     decoder = build_decoder(shard, weights, RankOps(exchange), context)
     weights.check_finite()
-    if shard.lone is None:
+    if shard.lone_mtp is None:
         return decoder
-    own = shard.lone.checkpoint, shard.lone.schemes, "cpu", dtype, made
-    whole = Weights(*own, activations=shard.lone.activations)
-    drafting: Model[RankLinear] = with_lone_head(decoder, shard.lone, whole, cpu)
+    whole = cpu_weights(shard.lone_mtp, dtype)
+    drafting: Model[RankLinear] = with_lone_head(decoder, shard.lone_mtp, whole, cpu)
     whole.check_finite()
     return drafting
 
@@ -103,13 +108,37 @@ def load_rank_on_gpu(
     zeros = torch.zeros(mixed, shard.config.hidden_size, dtype=torch.float32, device="cuda")
     decoder = build_decoder(shard, weights, cuda_parallel.RankOps(peers, zeros), context)
     weights.check_finite()
-    if shard.lone is not None:
-        own = shard.lone.checkpoint, shard.lone.schemes, "cuda", dtype, cuda.prepare
-        whole = Weights(*own, gather=cuda.gathered, activations=shard.lone.activations)
-        decoder = with_lone_head(decoder, shard.lone, whole, cuda)
+    if shard.lone_mtp is not None:
+        whole = cuda_weights(shard.lone_mtp, "cuda", dtype)
+        decoder = with_lone_head(decoder, shard.lone_mtp, whole, cuda)
         whole.check_finite()
     torch.cuda.empty_cache()  # buffers of rows on their way to tiles
     return decoder
+
+
+def load_target(model: Any, lone: OpenedModel, device: str, dtype: torch.dtype) -> Any:
+    """The first rank's model as a drafter beside it sees it; see `lone_trunk`.
+
+    Args:
+        model: the rank's, which has been read.
+        lone: of its shard.
+        device: `cpu` or `cuda`.
+
+    Raises:
+        FormatError: a tensor holds NaN or Inf.
+    """
+    if device == "cpu":
+        on_cpu = cpu_weights(lone, dtype)
+        target = lone_trunk(model, lone, on_cpu, cpu)
+        on_cpu.check_finite()
+        return target
+    from lowbit.runtime.backends import cuda  # needs triton and a GPU
+
+    on_cuda = cuda_weights(lone, device, dtype)
+    target = lone_trunk(model, lone, on_cuda, cuda)
+    on_cuda.check_finite()
+    torch.cuda.empty_cache()  # buffers of rows on their way to tiles
+    return target
 
 
 def _head_rows(shard: OpenedModel, ranks: int) -> HeadShare:

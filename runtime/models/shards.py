@@ -5,8 +5,8 @@ of every MLP and expert, and some rows of the head. So its shard is a checkpoint
 linears before heads and widths give rows, those behind them columns, whose products are partial
 sums. Columns end where groups of a packed linear end, so that a shard has the codes and scales of
 the whole, bit for bit. Norms, routers and the embedding are whole on every rank; where there are
-fewer key heads than ranks, several ranks have the same. The head for multi-token prediction is on
-the first rank alone, see `lone_head`.
+fewer key heads than ranks, several ranks have the same. What makes drafts is on the first rank
+alone, see `lone_head`.
 """
 
 from collections.abc import Iterator
@@ -185,7 +185,9 @@ def shard_of(opened: OpenedModel, share: Share) -> OpenedModel:
     """
     if share.ranks == 1:
         return opened
-    lone = lone_head(opened) if opened.head and share.rank == 0 else None
+    drafter = opened.drafter if share.rank == 0 else None
+    own = drafter is not None or (opened.head and share.rank == 0)
+    lone = lone_head(opened) if own else None
     opened = without_head(opened)
     tensors: dict[str, TensorInfo] = dict(opened.checkpoint.tensors)
     derived: dict[str, DerivedRows] = dict(opened.checkpoint.derived)
@@ -206,6 +208,7 @@ def shard_of(opened: OpenedModel, share: Share) -> OpenedModel:
         config=config_of_rank(opened.config, share),
         specs=tuple(specs),
         share=share,
+        drafter=drafter,
         lone=lone,
     )
 

@@ -136,12 +136,11 @@ class SharedDecoder:
         """Run M tokens through the layers of every rank; see `Dense.each_layer`.
 
         Yields:
-            Output of each layer of a prompt's step, which other steps may interrupt; of other
-            steps that of the last one.
+            Output of each layer; other steps may interrupt that of a prompt between two.
         """
         layers, sent = self.model.each_layer(ids, state, step), portable(step)
         if not step.prompt:
-            yield self.crew.run(RunPass(ids, sent), partial(last_of, layers))
+            yield from self.crew.run(RunPass(ids, sent), partial(list, layers))
             return
         number = next(self._numbers)
         self.crew.run(OpenPass(number, ids, sent), _nothing)

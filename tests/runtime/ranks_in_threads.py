@@ -13,17 +13,18 @@ from torch import Tensor
 from lowbit.formats.kv_cache import FP32_CACHE, CacheType
 from lowbit.runtime.backends.cpu_parallel import RankLinear
 from lowbit.runtime.backends.exchange import Exchange
+from lowbit.runtime.engine.draft.block import new_blocks
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.parallel.followed import FollowedRunner
 from lowbit.runtime.engine.parallel.link import GpuLink
 from lowbit.runtime.engine.parallel.messages import decoded, encoded
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.architectures import Model
-from lowbit.runtime.models.loader import Decoder, OpenedModel
-from lowbit.runtime.models.ranks import load_rank
+from lowbit.runtime.models.loader import Decoder, OpenedModel, load_drafter
+from lowbit.runtime.models.ranks import load_rank, load_target
 from lowbit.runtime.models.shards import check_ranks, shard_of
 from lowbit.runtime.models.shared_decoder import FollowedDecoder, SharedDecoder
-from lowbit.runtime.state.device_state import CacheSize, new_state
+from lowbit.runtime.state.device_state import CacheSize, kv_pages, new_state
 from lowbit.runtime.state.snapshots import Snapshots
 from lowbit.runtime.weights.share import Share
 
@@ -153,6 +154,18 @@ def linked_runner(
         runner.link = GpuLink(share, None if number else crew)
     runners[0].crew = crew
     return runners[0], runners[1:], crew
+
+
+def add_drafter(runner: Runner, opened: OpenedModel, ranks: int) -> None:
+    """Put the drafter of a model beside the first of its ranks, in FP32."""
+    decoder: Any = runner.decoder
+    lone, dtype = shard_of(opened, Share(0, ranks)).lone, torch.float32
+    assert lone is not None
+    drafter, rows = load_drafter(opened, "cpu", dtype, runner.context)
+    target = load_target(getattr(decoder, "model", decoder), lone, "cpu", dtype)
+    pages = kv_pages(drafter.config, runner.state.pages.count, FP32_CACHE, "cpu")
+    sizes = runner.tables.shape[0], dtype
+    runner.blocks = new_blocks(drafter, target, pages, rows, *sizes)
 
 
 def _share_words(exchange: Any, words: Tensor) -> None:

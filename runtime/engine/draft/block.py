@@ -43,6 +43,7 @@ class Blocks:
     """A drafter with the keys and values of its context, which reads every step."""
 
     drafter: "Drafter"  # loaded
+    target: Any  # the model, with its whole head; its ops, as the drafter's, exchange nothing
     pages: KVPages  # keys and values of its context
     rows: "Rows | None" = None  # of the model's head, that drafts are chosen from; None for all
     # [R, HIDDEN_RING, h] context of the last positions of each row; None where no head reads it
@@ -65,18 +66,24 @@ class Blocks:
 
 
 def new_blocks(
-    drafter: "Drafter", pages: KVPages, rows: "Rows | None", sequences: int, dtype: torch.dtype
+    drafter: "Drafter",
+    target: Any,
+    pages: KVPages,
+    rows: "Rows | None",
+    sequences: int,
+    dtype: torch.dtype,
 ) -> Blocks:
     """A drafter beside a model.
 
     Args:
+        target: the model; of several ranks see `load_target`.
         sequences: rows of the model's sequences, the scratch row included.
         dtype: of activations.
     """
     if not drafter.blocks.keeps_context:
-        return Blocks(drafter, pages, rows)
+        return Blocks(drafter, target, pages, rows)
     hidden, device = drafter.config.hidden_size, str(drafter.norm.device)
-    return Blocks(drafter, pages, rows, new_hidden_ring(sequences, hidden, dtype, device))
+    return Blocks(drafter, target, pages, rows, new_hidden_ring(sequences, hidden, dtype, device))
 
 
 @dataclass(slots=True)
@@ -134,8 +141,7 @@ class BlockRounds(MadeRounds):
 
     def join(self, B: int, k: int) -> None:
         """See `MadeRounds.join`."""
-        ops: Any = self.runner.decoder.ops  # of the drafter too
-        ops.join_copies(self.inputs, self._copies, self._copied, B, k)
+        self.blocks.target.ops.join_copies(self.inputs, self._copies, self._copied, B, k)
 
     def copied(self, last: int, row: int) -> bool:
         """See `MadeRounds.copied`."""
@@ -156,7 +162,7 @@ class BlockRounds(MadeRounds):
 
         Fewer where a block has fewer drafts.
         """
-        decoder, size, drafter = self.runner.decoder, self.size, self.blocks.drafter
+        target, size, drafter = self.blocks.target, self.size, self.blocks.drafter
         ids, rows, first = self.firsts(B, k)
         self._ids[:B, 0] = ids
         spans = [
@@ -165,7 +171,7 @@ class BlockRounds(MadeRounds):
         ]
         positions = (first[:, None] + self._places).flatten()
         step = self.step(spans, max_kv_len, _repeated(rows, size), positions)
-        x = decoder.ops.embed(self._ids[:B].flatten(), decoder.embedding)
+        x = target.ops.embed(self._ids[:B].flatten(), target.embedding)
         hidden = drafter.hidden(x, self.blocks.pages, step).view(B, size, -1)
         first_draft = drafter.blocks.first
         made = min(k, size - first_draft)
@@ -206,20 +212,18 @@ class BlockRounds(MadeRounds):
 
     def _choice(self, rows: Tensor, positions: Tensor, last: Tensor) -> Choice[Any]:
         """The `Choice` of the drafter's head."""
-        decoder, runner = self.runner.decoder, self.runner
-        ops: Any = decoder.ops
+        target, runner = self.blocks.target, self.runner
         sampling = runner.sampler, rows, positions, last.contiguous(), self.ring
         contexts, context = self.blocks.contexts, None
         if contexts is not None:
             places = rows * HIDDEN_RING + (positions[:, 0] - 1) % HIDDEN_RING
-            context = ops.embed(places, contexts.flatten(0, 1))
-        return Choice(ops, self._output(), decoder.embedding, *sampling, context)
+            context = target.ops.embed(places, contexts.flatten(0, 1))
+        return Choice(target.ops, self._output(), target.embedding, *sampling, context)
 
     def _output(self) -> DraftOutput[Any]:
-        decoder, drafter = self.runner.decoder, self.blocks.drafter
-        ops: Any = decoder.ops  # of the drafter too
-        sizes = drafter.config.rms_norm_eps, decoder.head, decoder.config.vocab_size
-        return DraftOutput(ops, drafter.norm, *sizes, self.blocks.rows)
+        target, drafter = self.blocks.target, self.blocks.drafter
+        sizes = drafter.config.rms_norm_eps, target.head, target.config.vocab_size
+        return DraftOutput(target.ops, drafter.norm, *sizes, self.blocks.rows)
 
 
 def _repeated(rows: Tensor, count: int) -> Tensor:

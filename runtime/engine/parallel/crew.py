@@ -56,7 +56,7 @@ from lowbit.runtime.engine.parallel.messages import (
 )
 from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.models.loader import OpenedModel
-from lowbit.runtime.models.ranks import load_rank, load_rank_on_gpu
+from lowbit.runtime.models.ranks import load_rank, load_rank_on_gpu, load_target
 from lowbit.runtime.models.shared_decoder import SharedDecoder
 from lowbit.runtime.weights.share import Share
 
@@ -201,8 +201,10 @@ class Crew:
             return self._lost
 
 
-def load_shared(setup: Setup, shard: OpenedModel) -> "tuple[Crew, Decoder]":
-    """The shard of the first rank as a decoder, and the others, which have loaded theirs.
+def load_shared(setup: Setup, shard: OpenedModel) -> "tuple[Crew, Decoder, Any]":
+    """The other ranks, which have loaded their shards, and the first one's as a decoder.
+
+    The third is the model as a drafter sees it, see `load_target`; None without one.
 
     Raises:
         LowbitError: a shard cannot be read, or a process has ended.
@@ -216,16 +218,21 @@ def load_shared(setup: Setup, shard: OpenedModel) -> "tuple[Crew, Decoder]":
 
         if crew.peers is None:
             sizes = setup.dtype, setup.cache.context
-            model = load_rank(shard, crew.exchange, *sizes, progress=progress)
+            model: Any = load_rank(shard, crew.exchange, *sizes, progress=progress)
             decoder = SharedDecoder(model, crew)
         else:
             lengths = setup.cache.context, CHUNK
-            decoder = load_rank_on_gpu(shard, crew.peers, setup.dtype, *lengths, progress=progress)
+            model = load_rank_on_gpu(shard, crew.peers, setup.dtype, *lengths, progress=progress)
+            decoder = model
+        target = None
+        if shard.drafter is not None and shard.lone is not None:
+            device = "cpu" if crew.peers is None else "cuda"
+            target = load_target(model, shard.lone, device, setup.dtype)
         crew.wait()
     except BaseException:
         crew.kill()  # a rank that loads does not look at its socket
         raise
-    return crew, decoder
+    return crew, decoder, target
 
 
 def start_crew(setup: Setup) -> Crew:

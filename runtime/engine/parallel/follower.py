@@ -7,6 +7,7 @@ process, too (see `start`), since a fork of it may hold the other end for longer
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -36,7 +37,7 @@ from lowbit.runtime.engine.parallel.messages import (
     encoded,
 )
 from lowbit.runtime.engine.plan import CHUNK
-from lowbit.runtime.models.loader import OpenedModel, open_model, with_activations
+from lowbit.runtime.models.loader import OpenedModel, open_model
 from lowbit.runtime.models.ranks import load_rank, load_rank_on_gpu, unsaid
 from lowbit.runtime.models.shards import shard_of
 from lowbit.runtime.models.shared_decoder import FollowedDecoder
@@ -144,7 +145,7 @@ def loaded_on_gpu(
 
 
 def check_memory(setup: Setup, free: int | None) -> None:
-    """Refuse a GPU with less free memory than the first one's share of the model takes.
+    """Refuse a GPU with less free memory than a share of the model takes.
 
     Raises:
         ResourceError: naming both.
@@ -161,7 +162,8 @@ def _shard(setup: Setup) -> OpenedModel:
     options = setup.options
     rule: ScaleRule = "absmax" if options.method == "absmax" else "signed"
     opened = open_model(setup.folder, options.quantize, options.group_size, rule)
-    return shard_of(with_activations(opened, options.activations), setup.share)
+    # Not by `with_activations`, since the first rank's drafter may be all that they change.
+    return shard_of(replace(opened, activations=options.activations), setup.share)
 
 
 def _report(link: Connection, error: Exception) -> int:

@@ -44,7 +44,7 @@ class Setup:
     threads: int  # of the rank
     devices: tuple[int, ...] = ()  # number of the GPU of each rank; empty on a CPU
     vocabulary: int = 0  # real tokens, on GPUs
-    gpu_bytes: int = 0  # memory that each of these must have free
+    gpu_bytes: int = 0  # memory that each of these but the first must have free
     wide_values: int = 0  # of hidden states that are exchanged together, on GPUs
     through_host: bool = False  # GPUs do not reach each other's memory
 

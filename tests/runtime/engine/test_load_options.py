@@ -44,10 +44,6 @@ BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
         ({"tensor_parallel": 17}, "`tensor_parallel` must be 1 to 16, got 17"),
         ({"tensor_parallel": True}, "`tensor_parallel` must be 1 to 16, got true"),
         (
-            {"tensor_parallel": 2, "speculate": "dflash", "drafter": "folder"},
-            "`speculate` dflash does not work with `tensor_parallel` yet",
-        ),
-        (
             {"tensor_parallel": 2, "quantize": "int4", "method": "weighted"},
             "`method` weighted does not work with `tensor_parallel` yet",
         ),

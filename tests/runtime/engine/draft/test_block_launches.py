@@ -129,7 +129,7 @@ def launches_of(folder: Path, drafter: Path) -> list[Counter[str]]:
     build = DRAFTER_BUILD[kind_of(own.checkpoint.config)]
     made_drafter = build(own.config, weights, cuda, runner.context)
     rows = runner.tables.shape[0]
-    blocks = new_blocks(made_drafter, pages, None, rows, torch.bfloat16)
+    blocks = new_blocks(made_drafter, runner.decoder, pages, None, rows, torch.bfloat16)
     runner.blocks = blocks
     for module in (made, block):
         vars(module)["new_ring"] = lambda rows, pinned: torch.zeros(64, rows, dtype=torch.int64)

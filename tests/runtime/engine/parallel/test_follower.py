@@ -35,6 +35,7 @@ from lowbit.runtime.state.step_buffers import lone_step
 from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
 from lowbit.runtime.weights.share import Share
 from tests.runtime.conftest import PackedModel
+from tests.short_models import Shorten
 
 WAIT_S = 60.0
 CACHE = CacheSize(context=64, sequences=2, pages=4, snapshots=0)
@@ -132,6 +133,16 @@ def test_a_step_of_both_ranks_gives_the_logits_of_one(
     torch.testing.assert_close(logits, expected, atol=near, rtol=0)
     rank.link.close()
     assert isinstance(error_of(rank.ended), EOFError)
+
+
+def test_a_plain_shard_beside_a_packed_drafter_loads(
+    first: Callable[..., FirstRank], shorten: Shorten, tmp_path: Path
+) -> None:
+    """Inputs in eight bits change the drafter alone, which only the first rank has."""
+    rank = first(shorten("tiny-qwen3"), activations="int8")
+    exchange = met(rank, tmp_path)
+    assert rank.next() == Ready()
+    del exchange
 
 
 def test_it_tells_what_it_has_read(

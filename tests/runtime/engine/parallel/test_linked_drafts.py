@@ -12,9 +12,10 @@ from lowbit.runtime.engine.draft.source import Drafts, new_drafts
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import Mode
 from lowbit.runtime.engine.request import Request
+from lowbit.runtime.engine.stats import Source
 from tests.runtime.engine.draft.guesses import costs_by_tokens
 from tests.runtime.engine.small_engine import assert_all_free
-from tests.short_models import Shorten
+from tests.short_models import MODELS, Shorten
 
 SIZES: dict[str, Any] = {"device": "cpu", "context": 256, "max_sequences": 3, "threads": 1}
 GREEDY = lowbit.SamplingParams(logprobs=2)
@@ -30,6 +31,14 @@ def with_head(shorten: Shorten) -> Iterator[lowbit.Model]:
     options = {**SIZES, "quantize": "int4", "group_size": 64, "speculate": "mtp"}
     folder = shorten("tiny-qwen3.5")
     with closing(lowbit.load(folder, tensor_parallel=2, **options)) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def with_drafter() -> Iterator[lowbit.Model]:
+    """Two processes, in BF16, the first of which has a trained drafter beside it."""
+    options = {**SIZES, "speculate": "dflash", "drafter": MODELS / "tiny-qwen3.5-dflash"}
+    with closing(lowbit.load(MODELS / "tiny-qwen3.5", tensor_parallel=2, **options)) as model:
         yield model
 
 
@@ -66,15 +75,24 @@ def answers(model: lowbit.Model, engine: Engine) -> tuple[Answers, int]:
     return found, rounds
 
 
-@pytest.mark.parametrize("mode", ["mtp", "auto"])
-def test_drafts_of_the_head_change_no_bit(with_head: lowbit.Model, mode: Mode) -> None:
-    expected, none = answers(with_head, plainly(with_head))
+def assert_no_bit_changes(model: lowbit.Model, modes: tuple[Mode, ...], source: Source) -> None:
+    expected, none = answers(model, plainly(model))
     assert none == 0
-    engine = drafting(with_head, mode)
-    found, rounds = answers(with_head, engine)
-    assert found == expected
-    assert rounds > 5
-    assert isinstance(engine.drafting, Drafts)
-    assert engine.drafting.made is not None
-    assert with_head.crew is not None
-    assert with_head.crew.problem is None
+    for mode in modes:
+        engine = drafting(model, mode)
+        found, rounds = answers(model, engine)
+        assert found == expected, mode
+        assert rounds > 5
+        assert isinstance(engine.drafting, Drafts)
+        assert engine.drafting.made is not None
+        assert engine.drafting.made.source == source
+    assert model.crew is not None
+    assert model.crew.problem is None
+
+
+def test_drafts_of_the_head_change_no_bit(with_head: lowbit.Model) -> None:
+    assert_no_bit_changes(with_head, ("mtp", "auto"), "head")
+
+
+def test_drafts_of_a_drafter_change_no_bit(with_drafter: lowbit.Model) -> None:
+    assert_no_bit_changes(with_drafter, ("dflash", "auto"), "drafter")

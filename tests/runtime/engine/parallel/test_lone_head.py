@@ -210,11 +210,6 @@ def test_a_cache_that_stays_as_large_leaves_the_head(
     assert decided.account.opened.lone is not None
 
 
-def test_what_does_not_draft() -> None:
-    with pytest.raises(RequestError, match="a `drafter` does not work with `tensor_parallel`"):
-        LoadOptions(tensor_parallel=2, speculate="auto", drafter="x")
-
-
 def test_heads_that_are_tied_or_have_rows_of_their_own(opened: OpenedModel) -> None:
     names = {spec.module for spec in lone_head(opened).specs}
     tied = opened.config.tie_word_embeddings

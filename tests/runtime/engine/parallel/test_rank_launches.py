@@ -9,13 +9,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 from torch import Tensor
 
+from tests.drafters import LILICORR, write_drafter
 from tests.short_models import Shorten
 
 ROOT = Path(__file__).parents[4]
@@ -25,13 +28,24 @@ ROUNDS = [(1, 1), (1, 3), (1, 7), (2, 1), (2, 3), (3, 3), (4, 3)]  # sequences, 
 EXCHANGES = ("_exchange_sum", "_exchange_columns", "_exchange_first", "_sum_pushed")
 
 
-def test_ranks_exchange_the_same_in_the_same_order(shorten: Shorten) -> None:
-    """Rank 0 alone has the head between: it exchanges nothing, and rank 1 launches none of it."""
+@pytest.fixture(scope="module")
+def launches(shorten: Shorten, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Those of both ranks with the model's head, and with a drafter."""
+    drafter, own = tmp_path_factory.mktemp("drafter"), LILICORR["dflash_config"]
+    section = own | {"target_layer_ids": [0]}
+    write_drafter(drafter, base=LILICORR, num_target_layers=2, dflash_config=section)
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.runtime.engine.parallel.test_rank_launches"]
-    command.append(str(shorten("tiny-qwen3.5")))
+    command += [str(shorten("tiny-qwen3.5")), str(drafter)]
     done = subprocess.run(command, check=True, capture_output=True, env=env, text=True, cwd=ROOT)
-    first, other = json.loads(done.stdout)
+    found: list[Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("drafter", [False, True], ids=["head", "drafter"])
+def test_ranks_exchange_the_same_in_the_same_order(launches: list[Any], drafter: bool) -> None:
+    """Rank 0 alone drafts between: that exchanges nothing, and rank 1 launches none of it."""
+    first, other = launches[drafter]
     assert len(first) == len(other) > len(PLAIN) + 2 * len(ROUNDS)
     for (step, launches), (same, theirs) in zip(first, other, strict=True):
         assert step == same
@@ -41,10 +55,10 @@ def test_ranks_exchange_the_same_in_the_same_order(shorten: Shorten) -> None:
         if "tokens" in step or "drafts" in step:
             _check_that_numbers_come_first(launches)
             _check_that_numbers_come_first(theirs)
-    mtp = [len(launches) for step, launches in first if "mtp" in step]
+    made = [len(launches) for step, launches in first if "made" in step]
     ngram = [len(launches) for step, launches in first if "ngram" in step]
-    assert all(more > less for more, less in zip(mtp, ngram, strict=True))
-    assert [len(launches) for step, launches in other if "mtp" in step] == [
+    assert all(more > less for more, less in zip(made, ngram, strict=True))
+    assert [len(launches) for step, launches in other if "made" in step] == [
         len(launches) for step, launches in other if "ngram" in step
     ]
 
@@ -57,9 +71,13 @@ def _check_that_numbers_come_first(launches: list[Any]) -> None:
     assert not any(name.startswith(EXCHANGES) for name in names[:at])
 
 
-def launches_of(folder: Path, rank: int) -> list[tuple[str, list[Any]]]:
-    """Launches of a rank on an H200 by steps: exchanges with all their numbers, and others."""
-    from lowbit.runtime.engine.draft import made
+def launches_of(folder: Path, rank: int, drafter: Path | None) -> list[tuple[str, list[Any]]]:
+    """Launches of a rank on an H200 by steps: exchanges with all their numbers, and others.
+
+    drafter: that the first rank has beside the model; None for the model's head.
+    """
+    from lowbit.runtime.engine.draft import block, made
+    from lowbit.runtime.engine.draft.block import BlockRounds
     from lowbit.runtime.engine.draft.mtp import new_mtp_rounds
     from lowbit.runtime.engine.draft.verify import Verifier
     from lowbit.runtime.engine.runner import Runner
@@ -86,27 +104,31 @@ def launches_of(folder: Path, rank: int) -> list[tuple[str, list[Any]]]:
         return found
 
     fake_gpu.fake_gpu(H200, record)
-    runner = runner_of(folder, rank)
-    vars(made)["new_ring"] = lambda rows, pinned: runner.inputs.right
+    runner = runner_of(folder, rank, drafter)
+    for module in (made, block):
+        vars(module)["new_ring"] = lambda rows, pinned: runner.inputs.right
     with mock.patch.object(Runner, "on_gpu", property(lambda runner: True)):
-        rounds = new_mtp_rounds(Verifier(runner))
+        rounds: Any = new_mtp_rounds(Verifier(runner))
+        if runner.blocks is not None:
+            rounds = BlockRounds(Verifier(runner), runner.blocks)
         assert (rounds is None) == (rank > 0)
         return list(steps_of(runner, rounds, launched))
 
 
-def runner_of(folder: Path, rank: int) -> Any:
+def runner_of(folder: Path, rank: int, drafter: Path | None) -> Any:
     """The runner of a rank, of tensors without data."""
     import torch
 
     from lowbit.formats.kv_cache import BF16_CACHE
     from lowbit.runtime.backends import cuda, cuda_parallel
+    from lowbit.runtime.engine.load_options import LoadOptions
     from lowbit.runtime.engine.new_runner import new_runner
     from lowbit.runtime.engine.parallel.link import GpuLink
     from lowbit.runtime.kernels import exchange
     from lowbit.runtime.kernels.ptx.peers import Peers
-    from lowbit.runtime.lab.fake_gpu import MetaWeights
-    from lowbit.runtime.models.loader import build_decoder, open_model
-    from lowbit.runtime.models.lone_head import with_lone_head
+    from lowbit.runtime.lab.fake_gpu import MetaWeights, meta_blocks
+    from lowbit.runtime.models.loader import build_decoder, open_model, with_drafter
+    from lowbit.runtime.models.lone_head import lone_trunk, with_lone_head
     from lowbit.runtime.models.shards import head_rows, shard_of
     from lowbit.runtime.state.device_state import CacheSize
     from lowbit.runtime.weights.share import Share
@@ -115,7 +137,9 @@ def runner_of(folder: Path, rank: int) -> Any:
         return torch.empty(count, dtype=dtype, device="meta")
 
     share = Share(rank, RANKS)
-    shard = shard_of(open_model(folder, "int4", 64, head=True), share)
+    opened = open_model(folder, "int4", 64, head=drafter is None)
+    opened = opened if drafter is None else with_drafter(opened, drafter)
+    shard = shard_of(opened, share)
     rows = tuple(head_rows(shard.config.vocab_size, Share(each, RANKS)) for each in range(RANKS))
     words = exchange.buffer_words(RANKS)
     memory = meta(words, torch.int64), meta(RANKS, torch.int64), meta(1), meta(1), meta(1)
@@ -132,19 +156,24 @@ def runner_of(folder: Path, rank: int) -> Any:
     )
     zeros = torch.zeros(0, shard.config.hidden_size, device="meta")
     decoder: Any = build_decoder(shard, weights, cuda_parallel.RankOps(peers, zeros), 600)
-    if shard.lone is not None:
-        own = shard.lone.checkpoint, shard.lone.schemes, *on_meta, cuda.prepare
-        decoder = with_lone_head(decoder, shard.lone, MetaWeights(*own, gather=cuda.gathered), cuda)
+    lone = shard.lone
+    if lone is not None:
+        own = lone.checkpoint, lone.schemes, *on_meta, cuda.prepare
+        whole = MetaWeights(*own, gather=cuda.gathered), cuda
+        trunk = lone_trunk(decoder, lone, *whole)
+        decoder = decoder if shard.drafter else with_lone_head(decoder, lone, *whole)
     size = CacheSize(context=600, sequences=96, pages=40, snapshots=0, drafts=12)
     runner = new_runner(decoder, 4000, size, torch.bfloat16, "meta", BF16_CACHE)
     runner.link = GpuLink(partial(exchange.exchange_first, peers=peers))
+    if shard.drafter is not None:
+        runner.blocks = replace(meta_blocks(opened, LoadOptions(), runner), target=trunk)
     return runner
 
 
 def steps_of(
     runner: Any, rounds: Any, launched: Callable[[], list[Any]]
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Steps by name, with their launches; rounds: of the head, on the rank that has it."""
+    """Steps by name, with their launches; rounds: of drafts, on the rank that makes them."""
     import torch
 
     from lowbit.runtime.engine.chunks import Chunks
@@ -154,7 +183,7 @@ def steps_of(
     from lowbit.runtime.engine.sequence import Sequence
     from lowbit.runtime.state.step import Span, StepPlan
 
-    first = rounds is not None
+    first, drafts_by_head = rounds is not None, hasattr(rounds, "_seen")
     sequence = Sequence(Request((1,)), count=1, seed=0, row=1, length=1)
     sequence.output.append(1)
     run = runner.run_step if first else runner.run_unchosen
@@ -169,12 +198,13 @@ def steps_of(
         M = width_for(B * (k + 1))
         if first:
             rounds.parts = [Part(sequence, (0,) * k, (1,) * (1 + k))] * B
-            rounds._seen = [Span(1, 0, 1 + k)] * B
+            if drafts_by_head:
+                rounds._seen = [Span(1, 0, 1 + k)] * B
             rounds.round(M, B, k, 256, ordered=False)
         else:  # by the plan that the first rank sends
             padded = B + (B * (k + 1) < M)
             runner.run_unchosen(StepPlan(M, padded, 256, longest=k + 1, drafts=True))
-        yield f"mtp {B} x {k} drafts", launched()
+        yield f"made {B} x {k} drafts", launched()
     chunks = Chunks(runner.decoder, runner.each_layer, runner.tables, Graphs())
     for last in (True, False):
         chunks.forward(64, last)
@@ -185,6 +215,8 @@ def steps_of(
 
 
 if __name__ == "__main__":
-    json.dump([launches_of(Path(sys.argv[1]), rank) for rank in range(RANKS)], sys.stdout)
+    model, own = map(Path, sys.argv[1:])
+    both = [[launches_of(model, rank, each) for rank in range(RANKS)] for each in (None, own)]
+    json.dump(both, sys.stdout)
     sys.stdout.flush()
     os._exit(0)

@@ -22,13 +22,14 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadOptions, Mode
 from lowbit.runtime.engine.parallel import followed
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.models.loader import open_model
+from lowbit.runtime.models.loader import open_model, with_drafter
 from lowbit.runtime.state import decode_inputs, host_rings, step_buffers
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.step import Span, Step, StepPlan
-from tests.runtime.ranks_in_threads import linked_runner
+from tests.runtime.ranks_in_threads import add_drafter, linked_runner
 
-MODEL = Path(__file__).parents[4] / "examples" / "models" / "tiny-qwen3.5"
+MODELS = Path(__file__).parents[4] / "examples" / "models"
+MODEL, DRAFTER = MODELS / "tiny-qwen3.5", MODELS / "tiny-qwen3.5-dflash"
 SIZE = CacheSize(context=256, sequences=4, pages=100, snapshots=4, drafts=14)
 GREEDY = SamplingParams()
 DRAWN = SamplingParams(temperature=0.8, top_k=20, seed=5, repetition_penalty=1.2)
@@ -67,7 +68,7 @@ def _as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(
                     module, name, lambda rows, pinned, made=unpinned: made(rows, False)
                 )
-    for module in (step_buffers, mtp, block):
+    for module in (step_buffers, mtp, block):  # of the decoder, of the head, of a drafter
         monkeypatch.setattr(module, "step_of", found_step)
     costs = policy.new_costs
     monkeypatch.setattr(source, "new_costs", lambda device, _, *rest: costs(device, False, *rest))
@@ -111,10 +112,19 @@ def prompts() -> list[list[int]]:
     return [*ids, IDS, IDS[:6] * 6]
 
 
-def answers(mode: Mode, drafts: int, prompts: list[list[int]], params: SamplingParams) -> Any:
-    opened = open_model(MODEL, "int8", 64, head=mode in ("mtp", "auto"))
+def answers(
+    mode: Mode,
+    drafts: int,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    drafter: Path | None = None,
+) -> Any:
+    opened = open_model(MODEL, "int8", 64, head=mode in ("mtp", "auto") and drafter is None)
+    opened = opened if drafter is None else with_drafter(opened, drafter)
     runner, _, crew = linked_runner(opened, 2, SIZE, VOCABULARY)
-    drafting = new_drafts(runner, LoadOptions(speculate=mode), drafts, "cuda")
+    if drafter is not None:
+        add_drafter(runner, opened, 2)
+    drafting = new_drafts(runner, LoadOptions(speculate=mode, drafter=drafter), drafts, "cuda")
     engine = Engine(runner, drafting=drafting)
     handles = [engine.generate(ids, params, COUNT) for ids in prompts]
     tokens = [list(handle) for handle in handles]
@@ -122,14 +132,33 @@ def answers(mode: Mode, drafts: int, prompts: list[list[int]], params: SamplingP
     return tokens, sum(rounds), crew.tasks.count("RunStep")
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[SamplingParams, tuple[Any, int]]:
+    """Answers without drafts, once they are known, and the steps that they took."""
+    return {}
+
+
 @pytest.mark.usefixtures("_as_on_gpus")
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_drafts_change_no_token(prompts: list[list[int]], params: SamplingParams) -> None:
-    expected, _, plain = answers("off", 0, prompts, params)
+@pytest.mark.parametrize(
+    ("modes", "drafter"),
+    [((("ngram", 3), ("mtp", 7), ("auto", 3)), None), ((("dflash", 7), ("auto", 15)), DRAFTER)],
+    ids=["head", "drafter"],
+)
+def test_drafts_change_no_token(
+    prompts: list[list[int]],
+    known: dict[SamplingParams, tuple[Any, int]],
+    params: SamplingParams,
+    modes: tuple[tuple[Mode, int], ...],
+    drafter: Path | None,
+) -> None:
+    if params not in known:
+        found, _, steps = answers("off", 0, prompts, params)
+        known[params] = found, steps
+    expected, plain = known[params]
     assert plain >= COUNT - 1
-    modes: tuple[tuple[Mode, int], ...] = (("ngram", 3), ("mtp", 7), ("auto", 3))
     for mode, drafts in modes:
-        found, rounds, steps = answers(mode, drafts, prompts, params)
+        found, rounds, steps = answers(mode, drafts, prompts, params, drafter)
         assert found == expected, mode
         if mode != "ngram":
             assert steps < plain, mode
