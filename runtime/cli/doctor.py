@@ -76,8 +76,8 @@ def doctor(
     """
     if drafter is not None and name is None:
         raise click.UsageError("--drafter needs MODEL, which it drafts for.")
-    if tensor_parallel is not None and (name is None or drafter is not None):
-        raise click.UsageError("--tensor-parallel needs MODEL, and works without --drafter alone.")
+    if tensor_parallel is not None and name is None:
+        raise click.UsageError("--tensor-parallel needs MODEL, which processes share.")
     if bandwidth is not None and (device or drafter or tensor_parallel or ask_hub):
         raise click.UsageError("--bandwidth is of a GPU elsewhere: it takes no other option.")
     from lowbit.runtime.lab.checks import look
@@ -89,7 +89,7 @@ def doctor(
     missing = {each.what for each in findings if each.state == "missing"}
     there = "PyTorch" not in missing
     speed = _speed(name, device, drafter, bandwidth) if there else None
-    shared = _shared(name, device, tensor_parallel) if there else None
+    shared = _shared(name, device, tensor_parallel, drafter) if there else None
     if as_json:
         content = {"ok": not missing, "findings": [asdict(each) for each in findings]}
         content |= {"speed": speed and asdict(speed), "shared": shared and asdict(shared)}
@@ -102,7 +102,9 @@ def doctor(
         raise click.exceptions.Exit(LACKING)
 
 
-def _shared(name: str | None, device: str | None, ranks: int | None) -> "SharedDemand | None":
+def _shared(
+    name: str | None, device: str | None, ranks: int | None, drafter: str | None
+) -> "SharedDemand | None":
     """Memory of a model by rank; None where no number of ranks is asked about."""
     if name is None or ranks is None:
         return None
@@ -111,7 +113,7 @@ def _shared(name: str | None, device: str | None, ranks: int | None) -> "SharedD
     from lowbit.runtime.lab.ranks import shared_demand
 
     there = torch.cuda.is_available()
-    return shared_demand(name, device or ("cuda" if there else "cpu"), ranks)
+    return shared_demand(name, device or ("cuda" if there else "cpu"), ranks, drafter)
 
 
 def _speed(

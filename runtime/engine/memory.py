@@ -325,6 +325,9 @@ def _too_large(account: Account, size: CacheSize, free: int, least: int | None) 
     if tower:
         place = "--vision-device cpu" if account.device != "cpu" else "--vision-device auto"
         hints.append(f"{place} keeps nothing for images")
+    drafting = need - int(account.other.needed(size, size.all_pages) * HEADROOM)
+    if account.ranks > 1 and drafting:
+        hints.append(f"{gigabytes(drafting)} of it the first process alone takes, which drafts")
     beside = f"the vision tower with an image ({gigabytes(tower)}), " if tower else ""
     return ResourceError(
         f"needs {gigabytes(need)} for {beside}weights and a cache ({account.cache_type.name}) of "

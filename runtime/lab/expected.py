@@ -228,7 +228,7 @@ def demand_of(name: str, device: str, drafter: str | None = None) -> Demand:
     """
     opened, recipe = open_headers(name)
     if drafter is not None:
-        opened = _with_drafter(opened, drafter)
+        opened = open_drafter_headers(opened, drafter)
     config, beside = opened.config, _drafter_demand(opened, drafter, device)
     tokens = min(DEFAULT_CONTEXT, config.max_position_embeddings)
     states = state_bytes(config, DTYPE.itemsize)
@@ -256,7 +256,12 @@ def _vision_bytes(checkpoint: Checkpoint) -> int:
     return sum(math.prod(shape) for shape in shapes) * DTYPE.itemsize
 
 
-def _with_drafter(opened: OpenedModel, name: str) -> OpenedModel:
+def open_drafter_headers(opened: OpenedModel, name: str) -> OpenedModel:
+    """The model with a drafter, whose weights need not be there either.
+
+    Raises:
+        LowbitError: no drafter, or one for another model.
+    """
     path = Path(name)
     if path.is_dir() and any(path.glob("*.safetensors")):
         return with_drafter(opened, path)
@@ -281,7 +286,7 @@ def _drafter_demand(opened: OpenedModel, name: str | None, device: str) -> Draft
 
 
 def open_headers(
-    name: str, quantize: Base | None = None, group_size: int = GROUP_SIZE
+    name: str, quantize: Base | None = None, group_size: int = GROUP_SIZE, head: bool = False
 ) -> tuple[OpenedModel, Base | None]:
     """The decoder of a model whose weights need not be there, and the recipe it is counted by.
 
@@ -289,6 +294,7 @@ def open_headers(
         name: folder, config.json, or Hub id, whose headers are fetched.
         quantize: recipe of a model that is not quantized; None for RECIPE.
         group_size: weights that share a scale, likewise.
+        head: count the head for multi-token prediction too, where there is one.
 
     Raises:
         LowbitError: no model, a damaged one, one that cannot be served, or a recipe for one that is
@@ -297,7 +303,7 @@ def open_headers(
     path = Path(name)
     if path.is_dir() and any(path.glob("*.safetensors")):
         recipe = _recipe(read_json(path / CONFIG_FILE), quantize)
-        return open_model(path, recipe, group_size), recipe
+        return open_model(path, recipe, group_size, head=head), recipe
     checkpoint = _headers(path, name)
     refuse_drafter(name, checkpoint.config)
     recipe = _recipe(checkpoint.config, quantize)
@@ -305,9 +311,13 @@ def open_headers(
         checkpoint = quantized(checkpoint, recipe, group_size)
     packed = with_own_head(check_packed(checkpoint, None, SERVED_BITS))
     content = packed.checkpoint.config
-    specs = [spec for spec in packed.specs if part_of(content, spec.name) == "decoder"]
-    opened = OpenedModel(packed.checkpoint, read_config(content), tuple(specs), packed.schemes)
-    return opened, recipe
+    parts = {spec: part_of(content, spec.name) for spec in packed.specs}
+    head &= "mtp" in parts.values()
+    wanted = ("decoder", "mtp") if head else ("decoder",)
+    specs = tuple(spec for spec in packed.specs if parts[spec] in wanted)
+    return OpenedModel(
+        packed.checkpoint, read_config(content), specs, packed.schemes, head=head
+    ), recipe
 
 
 def _recipe(config: Mapping[str, Any], quantize: Base | None) -> Base | None:

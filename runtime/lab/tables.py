@@ -91,14 +91,22 @@ def show_ranks(shared: "SharedDemand") -> None:
     from lowbit.runtime.engine.memory import gigabytes
 
     title = f"shared by {len(shared.ranks)} processes, a sequence of {shared.context:,} tokens"
-    table = plain_table(title, ("rank",), ("weights", "cache", "states", "buffers", "memory"))
+    drafts = ("drafts",) if any(each.drafts for each in shared.ranks) else ()
+    names = ("weights", "cache", "states", "buffers", *drafts, "memory")
+    table = plain_table(title, ("rank",), names)
     for each in shared.ranks:
-        parts = (each.weights, each.cache, each.states, each.buffers, each.total)
+        beside = (each.drafts,) if drafts else ()
+        parts = (each.weights, each.cache, each.states, each.buffers, *beside, each.total)
         table.add_row(str(each.rank), *map(gigabytes, parts))
     console = results()
     console.print(table)
     if shared.fits is False:
         console.print("this is more than what is free")
+    if shared.head:
+        first, other = map(gigabytes, shared.head[:2])
+        console.print(
+            f"--speculate mtp or auto: rank 0 drafts, and takes {first} more, others {other} each"
+        )
     fitting = ", ".join(map(str, shared.fitting))
     console.print(f"numbers that divide heads, widths and groups: {fitting}")
     console.print(f"with --tensor-parallel {len(shared.ranks)}: {shared.tokens}")

@@ -12,15 +12,17 @@ from lowbit.formats.errors import LowbitError, RequestError, ResourceError
 from lowbit.formats.kv_cache import plain_cache
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine import memory
-from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.engine.load_options import LoadOptions, Mode
 from lowbit.runtime.engine.memory import Account, choose_cache
 from lowbit.runtime.lab import expected, ranks
 from lowbit.runtime.lab.ranks import shared_demand
-from lowbit.runtime.models.loader import open_model
+from lowbit.runtime.models.loader import open_model, with_drafter
 from lowbit.runtime.models.shards import SAME_TOKENS, shard_of
 from lowbit.runtime.state.device_state import new_state
 from lowbit.runtime.weights.share import Share
+from tests.drafters import CONFIG, write_drafter
 from tests.runtime.conftest import QWEN3_5, PackedModel
+from tests.short_models import MODELS, Shorten
 
 
 @pytest.fixture
@@ -69,6 +71,45 @@ def test_its_memory_is_what_loading_asks_for(
     monkeypatch.setattr(memory, "free_bytes", lambda device: free - 4096)
     with pytest.raises(ResourceError, match="needs"):
         choose_cache(account, options)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("beside", [False, True], ids=["head", "drafter"])
+def test_what_drafts_take_is_what_loading_asks_for(
+    shorten: Shorten, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, beside: bool
+) -> None:
+    """Rank 0 has the head or the drafter; all have states behind drafts."""
+    monkeypatch.setattr(ranks, "free_bytes", lambda device: None)
+    section = CONFIG["dflash_config"] | {"target_layer_ids": [0]}
+    write_drafter(tmp_path, num_target_layers=2, dflash_config=section)
+    model = shorten("tiny-qwen3.5")
+    shared = shared_demand(str(model), device, 2, str(tmp_path) if beside else None)
+    more = tuple(each.drafts for each in shared.ranks) if beside else shared.head
+    assert shared.head == () or not beside
+    assert more[0] > 2 * more[1] > 0
+    opened = open_model(model, expected.RECIPE, head=not beside)
+    opened = with_drafter(opened, tmp_path) if beside else opened
+    mode: Mode = "dflash" if beside else "mtp"
+    asked = LoadOptions(
+        context=shared.context, max_sequences=1, speculate=mode, drafter="x" if beside else None
+    )
+    totals = [
+        each.total + (0 if beside else extra)
+        for each, extra in zip(shared.ranks, more, strict=True)
+    ]
+    needed = [total - ranks.LIBRARIES[device] for total in totals]
+    free = sum(needed) if device == "cpu" else max(needed)
+    shard = shard_of(opened, Share(0, 2))
+    kinds = torch.bfloat16, plain_cache(torch.bfloat16), shard.config.vocab_size
+    account = Account(shard, device, *kinds, ranks=2)
+    drafts = asked.most_drafts(recurrent=True)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free + 4096)
+    assert choose_cache(account, asked, drafts).context == shared.context
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free - 4096)
+    with pytest.raises(ResourceError, match="needs") as found:
+        choose_cache(account, asked, drafts)
+    assert found.value.hint is not None
+    assert "of it the first process alone takes" in found.value.hint
 
 
 @pytest.mark.parametrize(("free", "fits"), [(None, None), (10**12, True), (10**8, False)])
@@ -126,6 +167,22 @@ def test_doctor_has_the_same_as_json(run: Callable[..., Result], folder: str) ->
     assert [each["rank"] for each in shared["ranks"]] == [0, 1]
     assert (shared["fitting"], shared["tokens"]) == ([2, 4], SAME_TOKENS["cpu"])
     assert json.loads(run(folder, "--json").stdout)["shared"] is None
+
+
+def test_doctor_shows_what_drafts_take(
+    run: Callable[..., Result], shorten: Shorten, folder: str
+) -> None:
+    pair = str(MODELS / "tiny-qwen3.5"), "--drafter", str(MODELS / "tiny-qwen3.5-dflash")
+    done = run(*pair, "--tensor-parallel", "2")
+    assert done.exit_code == 0, done.output
+    assert "buffers drafts memory" in " ".join(done.stdout.split())
+    assert "mtp" not in done.stdout
+    found = json.loads(run(*pair, "--tensor-parallel", "2", "--json").stdout)["shared"]["ranks"]
+    assert found[0]["drafts"] > found[1]["drafts"] > 0
+    words = run(pair[0], "--tensor-parallel", "2").stdout
+    assert "drafts memory" not in " ".join(words.split())
+    assert "--speculate mtp or auto: rank 0 drafts, and takes" in words
+    assert "mtp" not in run(folder, "--tensor-parallel", "2").stdout  # it has no head
 
 
 @pytest.mark.parametrize("options", [("--tensor-parallel", "2"), ("x", "--tensor-parallel", "1")])

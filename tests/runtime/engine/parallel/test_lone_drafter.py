@@ -12,11 +12,13 @@ from torch import Tensor
 from lowbit.convert import Recipe
 from lowbit.formats.kv_cache import BF16_CACHE, FP32_CACHE
 from lowbit.runtime import SamplingParams
+from lowbit.runtime.engine import load as loading
+from lowbit.runtime.engine import memory
 from lowbit.runtime.engine.draft.block import BlockRounds, new_blocks
 from lowbit.runtime.engine.draft.source import new_drafts
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadOptions
-from lowbit.runtime.engine.memory import Account
+from lowbit.runtime.engine.memory import Account, choose_cache
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.loader import (
@@ -232,3 +234,35 @@ def test_a_tied_head_is_not_read_again(opened: OpenedModel, shorten: Shorten) ->
     target: Any = getattr(blocks, "target", None)
     assert isinstance(target.head, DenseLinear)
     assert target.head.weight.data_ptr() == decoder.embedding.data_ptr()  # type: ignore[union-attr]
+
+
+class StoppedError(Exception):
+    """Nothing more is to be loaded."""
+
+
+def test_another_gpu_needs_room_for_its_share_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def stop(setup: Any, hidden: int, vocabulary: int, needed: int) -> None:
+        found.append((vocabulary, needed))
+        raise StoppedError
+
+    for name, value in (
+        ("choose_device", lambda device: "cuda"),
+        ("check_device", lambda *_: None),
+        ("load_drafter", lambda *_: None),
+        ("_on_gpus", stop),
+    ):
+        monkeypatch.setattr(loading, name, value)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10**10)
+    model, drafter = MODELS / "tiny-qwen3.5", MODELS / "tiny-qwen3.5-dflash"
+    shard = shard_of(open_model(model), Share(1, 2))
+    asked = LoadOptions(context=64, max_sequences=2, tensor_parallel=2, draft_tokens=1)
+    for changes in ({}, {"speculate": "mtp"}, {"speculate": "dflash", "drafter": drafter}):
+        options = replace(asked, **changes)
+        with pytest.raises(StoppedError):
+            loading.load(model, options)
+        vocabulary, needed = found.pop()
+        other = Account(shard, "cuda", torch.bfloat16, BF16_CACHE, vocabulary, ranks=2)
+        size = choose_cache(other, options, 1 if changes else 0)
+        assert needed == other.needed(size, size.all_pages)
