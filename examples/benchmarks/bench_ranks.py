@@ -1,28 +1,39 @@
 """Speed of a model that several GPUs share, beside one GPU: decoding, prompts and loading.
 
 Run: python examples/benchmarks/bench_ranks.py [SIZE ...] [--ranks 1,2] [--together 1,16,64]
-    [--prompts 2048,8000] [--activations exact|int8] [--folder DIR]
+    [--prompts 2048,8000] [--activations exact|int8] [--draft-with head|dflash|DIR] [--drafts 7]
+    [--folder DIR]
 A SIZE that `make_random_checkpoint` knows is written as a packed folder of random codes, in a
 temporary folder or in DIR; anything else is a folder. A line for each number of GPUs: seconds to
 load, tokens per second of so many greedy sequences after prompts of 64 tokens, milliseconds of a
 prompt, the weights and buffers on each GPU, and after how many tokens a greedy answer first
 differs from that of the first line. Models of random weights are indifferent to their inputs, so
 that these part soon.
+
+With --draft-with, two more columns: tokens per second of a sequence in rounds whose drafts are all
+right, made by the head or a drafter and then replaced by those of the known answer, and the steps
+that such a round takes. A mark says that the answer was not that without drafts.
 """
 
 import gc
 import tempfile
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import click
 import torch
+from forced_drafts import forced_rounds
 from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of, write
+from random_engine import drafter_of
 
 import lowbit.runtime as lowbit
 from lowbit.formats.activation_modes import ACTIVATIONS, Activations
 from lowbit.formats.layout.recipes import Base
+from lowbit.runtime.engine.draft.policy import Kind, StepCosts
+from lowbit.runtime.engine.draft.source import Drafts
+from lowbit.runtime.engine.load_options import Mode
 from lowbit.runtime.lab.bench import GREEDY
 
 PROMPT = 64
@@ -68,38 +79,72 @@ def prompt_ms(model: lowbit.Model, tokens: int) -> float:
     return min(times[1:]) * 1e3
 
 
+def round_rate(model: lowbit.Model, drafting: Drafts, most: int, plain: float) -> str:
+    """Cells of rounds with up to so many drafts, all right.
+
+    Args:
+        plain: tokens a second of a sequence without drafts.
+    """
+    engine, prompt = model.engine, ids_of(PROMPT, 0)
+    engine.forget()
+    truth = list(engine.generate(prompt, GREEDY, NEW + most + 1))
+    start: dict[Kind, float] = {"plain": 1.0, "given": 1.0, "made": 1.0}
+    drafting.policy.costs = StepCosts(start, dict.fromkeys(start, 0.0))
+    if drafting.made is None:
+        raise click.UsageError("the model has no head that drafts")
+    drafting.made = forced_rounds(drafting.made, prompt, truth, "all")
+    rates, same, rounds = [], True, 0
+    engine.drafting = drafting
+    for _ in range(RUNS + 1):
+        engine.forget()
+        handle = engine.generate(prompt, GREEDY, NEW)
+        tokens = [next(handle)]
+        started = time.perf_counter()
+        tokens += handle
+        rates.append((NEW - 1) / (time.perf_counter() - started))
+        same = same and tokens == truth[:NEW]
+        rounds = handle.tally.rounds
+    engine.drafting = None
+    rate = max(rates[1:])
+    steps = plain / rate * (NEW - 1) / max(1, rounds)
+    return f"{rate:9,.0f} {steps:9.2f}{'' if same else ' !'}"
+
+
 def measured(
     folder: Path,
     ranks: int,
     together: tuple[int, ...],
     prompts: tuple[int, ...],
-    activations: Activations,
+    options: lowbit.LoadOptions,
 ) -> tuple[str, list[int]]:
     """A line of figures, and a greedy answer."""
     started = time.perf_counter()
     most = max(together)
-    length = max(PROMPT + NEW, *prompts) + 8
-    options = lowbit.LoadOptions(
-        device="cuda",
+    length = max(PROMPT + NEW, *prompts) + 24
+    options = replace(
+        options,
         tensor_parallel=ranks,
         context=length,
         max_sequences=most,
         cache_tokens=max(length, most * 256),
-        speculate="off",
-        activations=activations,
     )
     model = lowbit.load(folder, options)
     with closing(model):
         load_s = time.perf_counter() - started
+        drafting, model.engine.drafting = model.engine.drafting, None
         answer = list(model.engine.generate(ids_of(PROMPT, 0), GREEDY, NEW))
         cells = [f"{ranks:>5} {load_s:7.1f}"]
         cells += [f"{together_rate(model, count):9,.0f}" for count in together]
         cells += [f"{prompt_ms(model, count):9.1f}" for count in prompts]
+        if isinstance(drafting, Drafts):
+            plain = together_rate(model, 1)
+            cells.append(round_rate(model, drafting, options.draft_tokens or 1, plain))
         cells.append(f"{torch.cuda.max_memory_allocated() / 1e9:7.1f}")
-    del model
+    del model, drafting
     gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     return " ".join(cells), answer
 
 
@@ -115,6 +160,9 @@ def numbers(_context: object, _option: object, text: str) -> tuple[int, ...]:
 @click.option("--prompts", default="2048,8000", callback=numbers, show_default=True)
 @click.option("--recipe", default="int4", show_default=True)
 @click.option("--activations", type=click.Choice(ACTIVATIONS), default="exact", show_default=True)
+@click.option("--draft-with", metavar="head|dflash|DIR", help="Who drafts; nobody by default.")
+@click.option("--drafts", default=7, show_default=True, help="Of a round.")
+@click.option("--device", default="cuda", show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path), help="Where folders are written.")
 def main(
     sizes: tuple[str, ...],
@@ -123,21 +171,39 @@ def main(
     prompts: tuple[int, ...],
     recipe: Base,
     activations: Activations,
+    draft_with: str | None,
+    drafts: int,
+    device: str,
     folder: Path | None,
 ) -> None:
     """Time models of SIZEs on one GPU and on several."""
-    print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
+    if device == "cuda":
+        print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
     names = [*(f"x {count}" for count in together), *(f"{count:,} ms" for count in prompts)]
+    names += [f"{drafts} drafts", "steps"] if draft_with else []
+    mode: Mode = "off" if draft_with is None else "mtp" if draft_with == "head" else "dflash"
     for size in sizes or ("8B",):
         print(f"{size}\n GPUs  load s " + " ".join(f"{name:>9}" for name in names) + "      GB")
         with tempfile.TemporaryDirectory(dir=folder) as place:
             path = Path(size)
+            drafter = Path(draft_with) if draft_with and mode == "dflash" else None
             if size in SIZES or size in HYBRID_SIZES:
-                path = Path(place) / "model"
-                write(config_of(size), path, packed=recipe)
+                path, config = Path(place) / "model", config_of(size)
+                head = {"mtp_num_hidden_layers": 1} if mode == "mtp" else {}
+                write(config | head, path, packed=recipe)
+                if draft_with == "dflash":
+                    drafter = Path(place) / "drafter"
+                    write(drafter_of(config), drafter, packed=recipe)
+            options = lowbit.LoadOptions(
+                device=device,
+                activations=activations,
+                speculate=mode,
+                drafter=drafter,
+                draft_tokens=drafts,
+            )
             first: list[int] | None = None
             for count in ranks:
-                line, answer = measured(path, count, together, prompts, activations)
+                line, answer = measured(path, count, together, prompts, options)
                 first = first or answer
                 pairs = zip(first, answer, strict=True)
                 same = next((at for at, (a, b) in enumerate(pairs) if a != b), NEW)
