@@ -28,6 +28,7 @@ ORIENTATION = 0x0112  # tag of EXIF
 MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 DEPTH = 24  # place of the byte of a PNG's header that states the bits of a color
 SCAN, END, BARE = 0xDA, 0xD9, (0x01, 0xD8)  # its second byte; the last have no length
+FEWER = "leave out the oldest ones"  # of the images of a prompt
 TAKEN = "PNG, JPEG, WebP, GIF, BMP or AVIF"
 SIGNS: Mapping[str, tuple[bytes, ...]] = {  # first bytes of files
     "PNG": (b"\x89PNG\r\n\x1a\n",),
@@ -59,6 +60,7 @@ class ImageLimits:
 
     most_bytes: int = MOST_BYTES
     most_pixels: int = MOST_PIXELS
+    left_pixels: int = MOST_PIXELS  # that other images of its prompt have left
 
 
 def decode_image(content: bytes, limits: ImageLimits = ImageLimits()) -> "Image":
@@ -161,6 +163,12 @@ def _check_size(width: int, height: int, limits: ImageLimits) -> None:
         raise RequestError(
             f"an image has {size} = {width * height} pixels, expected at most {limits.most_pixels}",
             hint="send a smaller one",
+        )
+    if width * height > limits.left_pixels:
+        raise RequestError(
+            f"an image has {size} = {width * height} pixels, all of its prompt may have "
+            f"{limits.left_pixels} more",
+            hint=FEWER,
         )
     if max(width, height) > MOST_ASPECT * min(width, height):
         raise RequestError(

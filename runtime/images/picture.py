@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from lowbit.formats.errors import RequestError
 from lowbit.formats.fields import shown
 from lowbit.formats.image_settings import ImageSettings
-from lowbit.runtime.images.decode import MOST_PIXELS, ImageLimits, decode_image
+from lowbit.runtime.images.decode import FEWER, ImageLimits, decode_image
 from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.images.size import smart_size
 
@@ -26,11 +26,10 @@ DETAIL_PIXELS: Mapping[Detail, int] = {
     "high": 1 << 28,
 }
 MOST_IMAGES = 100  # of a prompt
-MOST_PROMPT_PIXELS = 1 << 28  # of all images of a prompt, decoded one behind another
+MOST_PROMPT_PIXELS = 1 << 28  # of a prompt's images that nobody has read before
 MOST_KNOWN = 4096  # images whose sizes are remembered
 # Decoded pixels of a prompt that are handed on to the engine: those of a screen of 3840 x 2160
 MOST_KEPT_PIXELS = 1 << 23
-HINT = "leave out the oldest ones"
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +65,7 @@ class Picture:
 
 def too_many() -> RequestError:
     """The error of a prompt with more images than it may have."""
-    return RequestError(f"a prompt may have {MOST_IMAGES} images, this one has more", HINT)
+    return RequestError(f"a prompt may have {MOST_IMAGES} images, this one has more", FEWER)
 
 
 def digest_of(file: bytes, settings: ImageSettings) -> bytes:
@@ -149,12 +148,7 @@ class PictureReader:
         digest = digest_of(file, settings)
         if (same := self._read.get(digest)) is not None:
             return same
-        left = MOST_PROMPT_PIXELS - self.pixels
-        if left < 1:
-            raise RequestError(
-                f"the images of a prompt have over {MOST_PROMPT_PIXELS} pixels", HINT
-            )
-        limits = ImageLimits(most_pixels=min(MOST_PIXELS, left))
+        limits = ImageLimits(left_pixels=MOST_PROMPT_PIXELS - self.pixels)
         size, image = self.known.size_of(content, file, limits)
         pixels = None
         if image is not None:

@@ -81,8 +81,26 @@ def test_pixels_of_all_images_are_limited_before_one_is_decoded(
     reader = PictureReader(SETTINGS)
     reader.read(PNG)
     reader.read(PNG)  # it is not decoded again
-    with pytest.raises(RequestError, match="90 x 70 = 6300 pixels, expected at most 100"):
+    words = "90 x 70 = 6300 pixels, all of its prompt may have 100 more"
+    with pytest.raises(RequestError, match=words) as refused:
         reader.read(saved(picture(90, 70, 1)))
+    assert refused.value.hint == "leave out the oldest ones"
+
+
+def test_known_images_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat goes on whatever the images of its earlier turns have in all."""
+    monkeypatch.setattr(module, "MOST_PROMPT_PIXELS", 90 * 70)
+    known = KnownPictures()
+    files = [saved(picture(90, 70, seed)) for seed in range(4)]
+    for each in files[:3]:
+        PictureReader(SETTINGS, known).read(each)
+    reader = PictureReader(SETTINGS, known)
+    assert [reader.read(each).rows for each in files] == [2] * 4
+    assert [reader.read(each).rows for each in reversed(files[:3])] == [2] * 3
+    assert PictureReader(SETTINGS, known).read(files[3]).rows == 2
+    late = PictureReader(SETTINGS, known)
+    late.read(saved(picture(90, 70, 4)))  # takes all that is left
+    assert [late.read(each).rows for each in files] == [2] * 4
 
 
 def test_an_image_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
