@@ -1,6 +1,8 @@
 """Conversations in files: one JSON object with the messages, the model's name, the sampling."""
 
 import json
+import os
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 KEY, VERSION = "lowbit_conversation", 1
 MAX_BYTES = 256_000_000  # images take most of it
+ESCAPED = re.compile(r"\\(.)")
 FIELDS = {KEY, "model", "sampling", "thinking", "messages"}
 
 
@@ -29,18 +32,22 @@ class Saved:
 
 
 def path_of(text: str) -> Path:
-    """Path that somebody typed, perhaps in quotes, perhaps with `~`.
+    """Path that somebody typed or dropped, perhaps in quotes, with `~`, or as shells escape it.
 
     Raises:
         RequestError: it names no file.
     """
     text = text.strip()
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    if quoted:
         text = text[1:-1]
     if not text or "\0" in text:
         raise RequestError(f"`{text}` names no file")
     try:
-        return Path(text).expanduser()
+        path = Path(text).expanduser()
+        if quoted or os.sep == "\\" or os.access(path, os.F_OK):
+            return path
+        return Path(ESCAPED.sub(r"\1", text)).expanduser()  # as terminals write a dropped file
     except RuntimeError as error:
         raise RequestError(f"`{text}`: {error}") from None
 

@@ -186,10 +186,19 @@ def test_a_failing_disk_leaves_the_earlier_file(
         ('"x"', "x"),
         ("'", "'"),
         ("~/talk.json", str(Path.home() / "talk.json")),
+        (r"/tmp/Screen\ Shot\ \(2\).png", "/tmp/Screen Shot (2).png"),
+        (r"~/my\ talk.json", str(Path.home() / "my talk.json")),
+        (r"'back\slash'", r"back\slash"),
     ],
 )
 def test_paths_as_they_are_typed(typed: str, expected: str) -> None:
     assert path_of(typed) == Path(expected)
+
+
+def test_a_file_with_a_backslash_in_its_name_is_found(tmp_path: Path) -> None:
+    path = tmp_path / r"a\ b.png"
+    path.touch()
+    assert path_of(str(path)) == path
 
 
 @pytest.mark.parametrize("typed", ["", "''", "a\0b", "~nobody-of-this-name/x"])
