@@ -10,7 +10,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.formats.text.template import MAX_PROMPT_BYTES, REASONING, THINKING, ChatTemplate
 from lowbit.formats.text.tokenizer import MarkedText
 from lowbit.runtime.text.answer import CLOSE, OPEN, OutputStart
-from lowbit.runtime.text.images import IMAGES, for_template, image_parts
+from lowbit.runtime.text.images import IMAGES, INSTEAD, for_template, image_parts, word_of
 from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, Tool, is_plain, knows_tools, read_json
 
@@ -231,7 +231,7 @@ def _part(part: Any, where: str) -> str:
     if kind != "text":
         raise RequestError(
             f"{where} of its content is {kind!r:.80}, only text and images are supported",
-            hint='a part is {"type": "text", "text": ...}',
+            hint=INSTEAD.get(word_of(kind), 'a part is {"type": "text", "text": ...}'),
         )
     if not isinstance(part.get("text"), str):
         raise RequestError(f"{where}: `text` must be text, got {part.get('text')!r:.80}")

@@ -20,6 +20,18 @@ IMAGE, IMAGE_URL = "image", "image_url"
 IMAGES = (IMAGE, IMAGE_URL)  # types of parts
 FILE = "image"  # in messages about files
 PLACEHOLDER = {"type": IMAGE}  # what a template gets
+INSTEAD: Mapping[str, str] = {  # what to send in place of other kinds
+    "video": "send frames of it as images",
+    "file": "send its text, or its pages as images",
+    "document": "send its text, or its pages as images",
+    "audio": "send what is said as text",
+}
+ADDRESSES = (("http:",), ("https:",))  # what paths begin with that are none
+
+
+def word_of(type: object) -> str:
+    """Word for a type of part: `video` for `video_url`."""
+    return str(type).removeprefix("input_").removesuffix("_url")
 
 
 def image_parts(content: Any) -> list[Mapping[str, Any]]:
@@ -92,7 +104,7 @@ def file_of(value: Any) -> bytes:
     """
     if isinstance(value, bytes):
         return value
-    if isinstance(value, str):
+    if isinstance(value, str) and value.lstrip()[: len(SCHEME)].lower() == SCHEME:
         return bytes_of_data_url(value)
     if not isinstance(value, Path):
         raise RequestError(
@@ -108,6 +120,10 @@ def read_image_file(path: Path) -> str:
     Raises:
         RequestError, ResourceError: naming the file that is no image, damaged or too large.
     """
+    if path.parts[:1] in ADDRESSES:
+        raise RequestError(
+            f"image `{path}` is an address, expected a file", hint="download it, and name the file"
+        )
     try:
         content = read_user_file(path, FILE, MOST_BYTES)
         decode_image(content)

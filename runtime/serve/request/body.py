@@ -23,6 +23,7 @@ from lowbit.runtime.serve.settings import (
     MOST_STOP_CHARACTERS,
     MOST_STOPS,
 )
+from lowbit.runtime.text.images import word_of
 
 if TYPE_CHECKING:
     from lowbit.runtime.serve.request.contents import Content
@@ -399,7 +400,7 @@ class MediaPart(BaseModel):
     @property
     def kind(self) -> str:
         """Word for the part."""
-        return self.type.removeprefix("input_").removesuffix("_url")
+        return word_of(self.type)
 
     @property
     def picture(self) -> Picture | None:

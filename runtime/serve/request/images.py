@@ -14,13 +14,8 @@ from lowbit.runtime.serve.errors import ApiError, invalid
 from lowbit.runtime.serve.request.body import MediaPart
 from lowbit.runtime.serve.request.contents import IMAGE, Content, images_of
 from lowbit.runtime.serve.request.explain import WRONG
+from lowbit.runtime.text.images import INSTEAD
 
-INSTEAD: Mapping[str, str] = {  # what to send in place of other kinds
-    "video": "send frames of it as images",
-    "file": "send its text, or its pages as images",
-    "document": "send its text, or its pages as images",
-    "audio": "send what is said as text",
-}
 FETCHED = re.compile(r"\s*(https?|file|ftp|gs|s3|blob):", re.IGNORECASE)
 HTTP = re.compile(r"\s*https?:", re.IGNORECASE)
 LEAST_DATA = 4096  # characters of base64 in a text that are taken for an image

@@ -54,6 +54,12 @@ def test_a_bad_file_is_named_before_the_model_is_loaded(
     assert f"image `{bad}`" in " ".join(result.stderr.split())
 
 
+def test_an_address_is_named() -> None:
+    result = run(BLIND, "Which?", "--image", "https://example.org/a.png", *SHORT)
+    assert result.exit_code == 1
+    assert "is an address, expected a file" in " ".join(result.stderr.split())
+
+
 def test_a_model_without_tower_is_named(png: Path) -> None:
     result = run(BLIND, "Which?", "--image", png, *SHORT)
     assert result.exit_code == 1

@@ -63,14 +63,14 @@ def test_texts_alone_are_one_text_as_before() -> None:
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        (image("https://example.org/a.png"), "must begin with `data:`"),
-        (image("file:///etc/passwd"), "must begin with `data:`"),
+        (image("https://example.org/a.png"), "must be bytes, a path or a `data:` URL"),
+        (image("file:///etc/passwd"), "must be bytes, a path or a `data:` URL"),
         (image(3), "must be bytes, a path or a `data:` URL, got 3"),
         (image(b""), "an image is empty"),
         (image(PNG[:200]), "damaged, cut short"),
         (image(b"%PDF-1.7"), "a PDF came for an image"),
         (image(Path("nowhere.png")), "`nowhere.png` cannot be read"),
-        (image("/etc/passwd"), "must begin with `data:`"),
+        (image("/etc/passwd"), "must be bytes, a path or a `data:` URL"),
         (image(PNG, detail=7), "`detail` must be low, auto, high, got 7"),
         (image(PNG, detail=["low"]), "`detail` must be low, auto, high, got"),
         ({"type": "image_url", "image_url": {"url": "http://x/a.png"}}, "must begin with `data:`"),
@@ -91,8 +91,18 @@ def test_other_roles_have_no_images(role: str) -> None:
 
 
 def test_videos_are_refused_by_name() -> None:
-    with pytest.raises(RequestError, match="message 1: part 2 of its content is 'video'"):
+    with pytest.raises(RequestError, match="message 1: part 2 of its content is 'video'") as caught:
         plain_messages([turn(image(PNG), {"type": "video", "video": "a.mp4"})])
+    assert caught.value.hint == "send frames of it as images"
+    with pytest.raises(RequestError) as caught:
+        plain_messages([turn({"type": "input_file", "input_file": "a.pdf"})])
+    assert caught.value.hint == "send its text, or its pages as images"
+
+
+def test_a_text_that_may_be_meant_as_a_path_is_told_of_paths() -> None:
+    with pytest.raises(RequestError) as caught:
+        read(turn(image("screen.png")))
+    assert caught.value.hint == "use pathlib.Path for a file"
 
 
 def test_messages_that_are_none_are_left_to_their_own_check() -> None:
