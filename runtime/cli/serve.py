@@ -226,7 +226,13 @@ def _run(settings: ServeSettings, load: "Callable[[], Model]") -> None:
     from lowbit.runtime.serve.link.process import start_engine
     from lowbit.runtime.serve.logs import set_up_logs
     from lowbit.runtime.serve.served_model import load_prompts, served_model
-    from lowbit.runtime.serve.server import Server, allow_connections, end_threads, listen
+    from lowbit.runtime.serve.server import (
+        Server,
+        allow_connections,
+        end_threads,
+        listen,
+        return_large_blocks,
+    )
     from lowbit.runtime.serve.service import Service
 
     taken = listen(settings.host, settings.port)  # before a minute is spent on loading
@@ -248,6 +254,7 @@ def _run(settings: ServeSettings, load: "Callable[[], Model]") -> None:
             gc.freeze()  # a full collection takes 0.2 s to look through libraries
             set_up_logs()
             allow_connections()
+            return_large_blocks()
             follows = next_engine if settings.restart_engine else None
             service = Service(model, settings, engine.channel, follows)
             port = taken.getsockname()[1]
