@@ -3,8 +3,9 @@
     python examples/benchmarks/bench_bits.py
     python examples/benchmarks/bench_bits.py --ways
 
-Random weights in four mixes: uniform INT4 in groups of 128 with an INT8 head; bits as costs choose
-them from 4 and 8 in groups of 32, 64 and 128; from groups of 64 and 128; from groups of 128 alone.
+Random weights in five mixes: uniform INT4 in groups of 128 with an INT8 head; bits as costs choose
+them from 4 and 8 in groups of 32, 64 and 128, by the costs of two models; from groups of 64 and
+128; from groups of 128 alone.
 Tokens per second of 1, 16 and 64 sequences together, 128 tokens after prompts of 64, medians of
 three runs after the first, by exact inputs and by inputs in eight bits. The uniform mix comes again
 at the end: what differs there is noise.
@@ -44,8 +45,9 @@ SCHEMES = {
     "A": Scheme(8, 128), "B": Scheme(8, 64), "C": Scheme(8, 32),
 }  # fmt: skip
 # A letter for each of the 36 layers. The chosen ones solve the same problem as `--effort high`, the
-# least sum of costs at the bytes of the uniform mix, with the costs of SmolLM2-135M (estimated by
-# `lowbit-convert sensitivity`) for a part of the same kind in the layer as far down.
+# least sum of costs at the bytes of the uniform mix, with the costs of SmolLM2-135M, of `coder` of
+# Qwen2.5-Coder-0.5B (estimated by `lowbit-convert sensitivity`), for a part of the same kind in the
+# layer as far down. Those of Coder ask for small groups nearly everywhere.
 MIXES = {
     "uniform": {
         "self_attn.qkv": 36 * "a", "self_attn.o_proj": 36 * "a",
@@ -56,6 +58,12 @@ MIXES = {
         "self_attn.o_proj": "cb" + 20 * "a" + "b" + 13 * "a",
         "mlp.gate_up": "abbb" + 9 * "a" + 6 * "b" + 16 * "a" + "c",
         "mlp.down_proj": "cacc" + 9 * "a" + "A" + 20 * "a" + "bA", HEAD: "b",
+    },
+    "coder 32-128": {
+        "self_attn.qkv": "aaabcccccbcccAAAAAAAAAccAAccccccAAAc",
+        "self_attn.o_proj": "bbbbaabaabbbcbbcccccbcccbbbbbbbbcbbc",
+        "mlp.gate_up": "aaaabbaaa" + 26 * "b" + "c",
+        "mlp.down_proj": "baacccabbaaaaaaabbaaaaabbbaaabbbcbbc", HEAD: "c",
     },
     "groups 64-128": {
         "self_attn.qkv": "abbbAAbbAAbbbbAAAAAAAAAAAAbbAAbbbbbb",
