@@ -66,9 +66,10 @@ class Request:
     Attributes:
         recipe: rules for the bits; INT4 g128 with an INT8 head where left out.
         target: a budget that decides the bits in place of the recipe.
-        effort: `low`, `default` or `high`: the method that some time buys; `high` chooses bits,
-            too, at the recipe's bytes. None for the recipe's bits by the method that suits model
-            and machine. A method that the recipe names, or a target, takes the place of `default`.
+        effort: `low`, `default` or `high`: the method that some time buys; `default` chooses
+            bits, too, at the recipe's bytes, `high` bits and groups. None for the recipe's bits by
+            the method that suits model and machine. A method that the recipe names, or a target,
+            takes the place of `default`.
         calibration: the text, for methods other than round-to-nearest and for sensitivities.
         draft_text: `.txt` or `.jsonl`; the tokens it uses most are the rows of a draft head. The
             bundled one where left out.
@@ -257,7 +258,7 @@ def _with_effort(source: Checkpoint, request: Request, made: EffortPlan) -> Requ
         return replace(request, recipe=recipe)
     check_can_run(source.folder, source.config)
     uniform = make_plan(source.config, source.tensors, recipe, request.max_shard_bytes)
-    return replace(request, recipe=recipe, target=target_like(uniform, made.way.costs))
+    return replace(request, recipe=recipe, target=target_like(uniform, made.way))
 
 
 def _planned(

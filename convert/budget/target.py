@@ -12,7 +12,7 @@ from lowbit.convert.budget.lookup import (
     read_checked,
     rows_of,
 )
-from lowbit.convert.budget.sensitivities import Row
+from lowbit.convert.budget.sensitivities import Row, by_set
 from lowbit.convert.original.progress import Note, Progress
 from lowbit.convert.original.weights import dense_weights
 from lowbit.convert.plan.method import RTN, Method
@@ -32,6 +32,8 @@ class TargetRequest:
     keeps_stored: bool = True  # whether sets may stay as stored, such as a head the embedding
     measured: bool | None = None  # see `Settings`, as of the next
     must_keep: bool = True
+    # choose bits alone: of the group sizes that divide a set's rows it gets the largest
+    largest_groups: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ def meet_target(
 
     def allocated(rows: Sequence[Row]) -> Allocation:
         given = [row for row in rows if row.bits in request.bits]
+        if request.largest_groups:
+            given = _in_largest_groups(given)
         stored = request.keeps_stored
         return allocate(config, tensors, recipe, given, request.target, plan_with, beside, stored)
 
@@ -107,3 +111,9 @@ def meet_target(
     ).conditions
     unlike = None if done == known.conditions else done
     return TargetChoice(chosen, costs, sizes(chosen.plan)[0], unlike)
+
+
+def _in_largest_groups(rows: Sequence[Row]) -> list[Row]:
+    """The rows of each set in its largest group size."""
+    largest = {name: max(row.group_size for row in own) for name, own in by_set(rows).items()}
+    return [row for row in rows if row.group_size == largest[row.name]]

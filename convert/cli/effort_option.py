@@ -34,8 +34,8 @@ effort_option = options.gathered(
         type=click.Choice(("low", "default", "high")),
         show_default="default, unless --method or a target decides",
         help="Method that some time buys: low rounds to nearest and reads no text; default takes "
-        "the best in the recipe's bits within an hour on a CPU, ten minutes on a GPU; high the "
-        "best there is, in bits chosen by what they cost at the bytes of INT4. `plan` says which, "
-        "and how long.",
+        "the best within an hour on a CPU, ten minutes on a GPU, in bits chosen by what they cost "
+        "at the bytes of INT4; high the best there is, in groups chosen so, too. `plan` says "
+        "which, and how long.",
     ),
 )

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lowbit.convert.export.gptq import expert_notes
 from lowbit.convert.export.layout import Layout
-from lowbit.convert.export.misfits import HEAD, Misfit, misfits_of
+from lowbit.convert.export.misfits import Misfit, misfits_of
 from lowbit.convert.export.outputs import Output, constant, every_output, transposed_scales
 from lowbit.convert.export.proof import Decoded
-from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, PackedSource, as_one
+from lowbit.convert.export.source import BLOCK_WEIGHTS, HEAD, Linear, PackedSource, as_one
 from lowbit.convert.export.unquantized_names import unquantized_kinds
 from lowbit.formats.layout.packing import unpack
 from lowbit.formats.layout.quantization_config import KEY
@@ -37,9 +37,10 @@ def misfits(source: PackedSource) -> list[Misfit]:
     def refusal(linear: Linear) -> tuple[str, str | None] | None:
         if linear.module == HEAD:
             reason = f"{linear.scheme}, and AWQ's readers expect the head unquantized"
-            return reason, as_one(HEAD, 4)
+            return reason, as_one(source, linear, 4)
         if linear.bits != 4:
-            return f"{linear.scheme}, and AWQ holds INT4 only", as_one(linear.module, 4)
+            reason = f"{linear.scheme}, and AWQ holds INT4 only"
+            return reason, as_one(source, linear, 4)
         words = f"{linear.N} rows do not fill whole words"
         return (words, None) if linear.N % LANES else None
 

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.export.outputs import Output
-from lowbit.convert.export.source import Linear, PackedSource, as_one, row_blocks, wrong_scale
+from lowbit.convert.export.source import (
+    HEAD,
+    Linear,
+    PackedSource,
+    as_one,
+    row_blocks,
+    wrong_scale,
+)
 from lowbit.convert.export.unquantized_names import layer_of
 from lowbit.convert.original.progress import Advance
 from lowbit.convert.plan.plan import EXPERTS
@@ -20,7 +27,6 @@ from lowbit.formats.layout.packing import SCALE, dequantize
 from lowbit.formats.layout.scheme import Scheme, of_most_weights
 from lowbit.formats.safetensors.checkpoint import DTYPE_NAMES, Checkpoint
 
-HEAD = "lm_head"
 FP16_MAX = torch.finfo(torch.float16).max
 
 
@@ -70,8 +76,7 @@ def misfits_of(
     fused = {misfit.linear.module for misfit in found}
     for linear in [one for one in source.linears if one.module not in fused]:
         if fitting(linear) and main is not None and linear.scheme != main:
-            # as_one names an option that changes bits; group sizes have none.
-            hint = as_one(linear.module, main.bits) if linear.bits != main.bits else None
+            hint = as_one(source, linear, main.bits)
             reason = f"{linear.scheme}, and {container} states one scheme for all, here {main}"
             found.append(Misfit(linear, reason, hint))
         elif refused := refusal(linear):
@@ -162,10 +167,16 @@ def _ways_out(source: PackedSource, misfits: Sequence[Misfit]) -> str:
     ways = [
         f"--dequantize writes {what}, rounded to {' or '.join(sorted(dtypes))}, {size(more)} more"
     ]
-    options = dict.fromkeys(misfit.hint for misfit in misfits)
-    if None not in options:
-        ways.append(f"convert with {' '.join(filter(None, options))}")
+    hints = [misfit.hint for misfit in misfits]
+    if None not in hints:
+        ways.append(f"convert with {_joined(filter(None, hints))}")
     return f"{'; '.join(ways)}; or export to mlx or gguf"
+
+
+def _joined(hints: Iterable[str]) -> str:
+    """Options of all hints, each once: of a method and of what is part of it, the method's."""
+    found = list(dict.fromkeys(hints))
+    return " ".join(hint for hint in found if not any(hint in own for own in found if own != hint))
 
 
 def described(rows: Iterable[tuple[str, str]]) -> Iterator[str]:

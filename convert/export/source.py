@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowbit.convert.plan.recipe import Override
 from lowbit.formats.architectures import Config, Part, kind_of, part_of
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import PACKED, SCALE, WORD_BITS, unpack
@@ -17,6 +19,8 @@ from lowbit.formats.packed import PackedCheckpoint, open_packed
 from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 
 BLOCK_WEIGHTS = 1 << 22  # weights unpacked at once
+HEAD = "lm_head"
+PLAIN_HEAD = "--lm-head bf16"  # the option that leaves it unpacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +192,27 @@ def wrong_scale(
     return None
 
 
-def as_one(module: str, bits: int) -> str:
-    """The conversion option that gives a module the same bits as the others."""
-    if module == "lm_head":
-        return "--lm-head bf16"
-    return f"--bits '*.{module.rpartition('.')[2]}={bits}'"
+def as_one(source: PackedSource, linear: Linear, bits: int) -> str | None:
+    """The conversion options that give a linear the same bits as the others; None for none."""
+    if linear.module == HEAD:
+        return PLAIN_HEAD
+    if (method := _method_of_chosen(source, linear)) is not None:
+        # which keeps the recipe's bits; those of the head are others than those of the layers
+        return f"--method {method} {PLAIN_HEAD}"
+    if linear.bits == bits:  # group sizes have no such option
+        return None
+    return f"--bits '*.{linear.module.rpartition('.')[2]}={bits}'"
+
+
+def _method_of_chosen(source: PackedSource, linear: Linear) -> str | None:
+    """The method that made a linear's codes, if its bits were chosen by costs; else None."""
+    manifest = source.packed.manifest
+    if manifest is None:
+        return None
+    overrides = [Override.parse(text) for text in manifest.recipe["overrides"]]
+    named = [one for one in overrides if fnmatchcase(linear.module, one.pattern)]
+    # Overrides of chosen bits state their group size; --bits takes one, too, which few give.
+    return manifest.recipe["method"] if named and named[-1].group_size else None
 
 
 def row_blocks(linear: Linear) -> Iterator[tuple[int, int]]:

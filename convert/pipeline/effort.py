@@ -14,7 +14,7 @@ from lowbit.convert.original.device import device_name
 from lowbit.convert.pipeline.estimate import DRAFTER, expected_windows, obstacle_of, units_of
 from lowbit.convert.plan.calibration_cost import Windows, measured_rate, shapes_of
 from lowbit.convert.plan.choice_of_method import needs_no_calibration
-from lowbit.convert.plan.effort import Costs, Effort, EffortPlan, Facts, Way, choose_way
+from lowbit.convert.plan.effort import Effort, EffortPlan, Facts, Way, choose_way
 from lowbit.convert.plan.memory import (
     Memory,
     calibration_memory,
@@ -85,18 +85,19 @@ def gather_facts(
         estimated=Windows(WINDOWS, length),
         rotatable=obstacle_of(source, plan.schemes, plan.written) is None,
         uncalibrated=uncalibrated if needs_no_calibration(plan.schemes) else None,
-        fixed_bits=_fixed_bits(source, recipe),
+        fixed_bits=_fixed_bits(source, recipe, plan),
     )
 
 
-def target_like(uniform: Plan, costs: Costs) -> TargetRequest:
-    """The target of an effort that chooses bits: the bytes of the weight files of a plan."""
+def target_like(uniform: Plan, way: Way) -> TargetRequest:
+    """The target of a way that chooses bits: the bytes of the weight files of a plan."""
     bits = Fraction(8 * uniform.output_bytes, uniform.written_parameters)
     return TargetRequest(
         Target(bits_per_weight=bits),
         keeps_stored=False,
-        measured=costs == "measured",
+        measured=way.costs == "measured",
         must_keep=False,
+        largest_groups=not way.groups,
     )
 
 
@@ -113,8 +114,8 @@ def effort_line(made: EffortPlan) -> str:
     return f"{line}; --effort high: {made.better}, {about(made.better_seconds)}"
 
 
-def _fixed_bits(source: Checkpoint, recipe: Recipe) -> str | None:
-    """Reason why no bits are chosen; None where they are."""
+def _fixed_bits(source: Checkpoint, recipe: Recipe, plan: Plan) -> str | None:
+    """Reason why no bits are chosen; None where they are. `plan` is that of the recipe."""
     if source.sizes.experts is not None:
         return "vLLM takes one scheme for the experts of a layer"
     if recipe.base != "int4":
@@ -126,6 +127,10 @@ def _fixed_bits(source: Checkpoint, recipe: Recipe) -> str | None:
     sets = fused_sets(source.config, source.tensors)
     if any(fused.shapes[0][1] % min(GROUPS) for fused in sets):
         return f"rows of some linears are no multiple of {min(GROUPS)}"
+    free = (fused for fused in sets if recipe.head is None or fused.layer is not None)
+    schemes = [plan.schemes[module] for fused in free for module in fused.modules]
+    if not any(scheme is not None and scheme.bits > min(USUAL_BITS) for scheme in schemes):
+        return f"no linear beside the head of --lm-head has more than {min(USUAL_BITS)} to give"
     return None
 
 

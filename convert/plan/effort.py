@@ -1,18 +1,19 @@
 """Choose a method, and how bits are chosen, by `--effort`: the best that some minutes buy.
 
     low       round-to-nearest, which reads no text
-    default   the best in the recipe's bits that takes an hour on a CPU, or ten minutes on a GPU,
-              and fits the memory
-    high      the best that fits the memory; bits are chosen at the recipe's bytes
+    default   the best that takes an hour on a CPU, or ten minutes on a GPU, and fits the memory;
+              bits are chosen at the recipe's bytes, groups are the recipe's
+    high      the best that fits the memory; groups are chosen, too
 
 Ways to convert, best first, by the mean KL on WikiText of SmolLM2-135M, Qwen2.5-Coder-0.5B and
 -1.5B at the bytes of INT4 with an INT8 head (BENCHMARKS.md): bits by measured costs and autoround;
-bits by measured costs (.073 .019 .029); by estimated ones, whose costs sum to a twentieth more;
-uniform bits by `gptq+rotate` and autoround, which takes 7 to 15 % off; by `gptq+rotate` (.103 .042
-.046), by `weighted` (.243 .161 .097; estimated costs take an eighth off the first), by `rtn` (.427
-.219 .145). On a GPU `default` never falls below `gptq`, however long that takes. Chosen bits have
-groups of 32 and 64, too, which kernels for 9 to 64 tokens on Hopper do not take: `default` leaves
-bits as they are until that is timed.
+bits by measured costs (.073 .019 .029 with groups); by estimated ones, whose costs sum to a
+twentieth more; uniform bits by `gptq+rotate` and autoround, which takes 7 to 15 % off; by
+`gptq+rotate` (.103 .042 .046), by `weighted` (.243 .161 .097; estimated costs take an eighth off
+the first), by `rtn` (.427 .219 .145). On a GPU `default` never falls below `gptq` and estimated
+costs, however long that takes. Kernels for 9 to 64 tokens on Hopper do not take INT4 in groups of
+32 and 64: `default` keeps the recipe's groups, with which every product has the same kernel as in
+uniform bits.
 
 The choice is by rates that are constants, so that a command chooses the same on the same machine;
 the times that are told are by a rate that is measured.
@@ -51,10 +52,12 @@ class Way:
 
     method: Method
     costs: Costs | None = None  # None where the bits are those of the recipe
+    groups: bool = False  # group sizes are chosen with the bits
 
     def __str__(self) -> str:
         """`gptq+rotate, bits by measured costs`."""
-        return f"{self.method}, bits by {self.costs} costs" if self.costs else str(self.method)
+        chosen = "bits and groups" if self.groups else "bits"
+        return f"{self.method}, {chosen} by {self.costs} costs" if self.costs else str(self.method)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +105,12 @@ def parse_effort(text: str) -> Effort:
     )
 
 
-def ways(facts: Facts) -> tuple[Way, ...]:
-    """All ways that a model has, best first; the last one reads no text."""
+def ways(facts: Facts, groups: bool) -> tuple[Way, ...]:
+    """All ways that a model has, best first; the last one reads no text.
+
+    Args:
+        groups: let ways that choose bits choose groups, too.
+    """
     if facts.uncalibrated is not None:
         return (Way(RTN),)
     if facts.shapes.routed:
@@ -113,13 +120,13 @@ def ways(facts: Facts) -> tuple[Way, ...]:
     if facts.fixed_bits is not None:
         return Way(learned), Way(best), Way(WEIGHTED), Way(RTN)
     return (
-        Way(learned, "measured"),
-        Way(learned, "estimated"),
-        Way(best, "measured"),
-        Way(best, "estimated"),
+        Way(learned, "measured", groups),
+        Way(learned, "estimated", groups),
+        Way(best, "measured", groups),
+        Way(best, "estimated", groups),
         Way(learned),
         Way(best),
-        Way(WEIGHTED, "estimated"),
+        Way(WEIGHTED, "estimated", groups),
         Way(WEIGHTED),
         Way(RTN),
     )
@@ -156,16 +163,19 @@ def choose_way(
         machine: `2 cores`, for the reason.
         rate: operations a second of a calibration, for the times that are told.
     """
-    possible = [way for way in ways(facts) if way.method == RTN or fits(way)]
-    allowed = [way for way in possible if _allowed(effort, facts, way)]
-    way, best = allowed[0], possible[0]
+
+    def possible(groups: bool) -> list[Way]:
+        return [way for way in ways(facts, groups) if way.method == RTN or fits(way)]
+
+    best = possible(groups=True)[0]
+    way = next(one for one in possible(effort == "high") if _allowed(effort, facts, one))
     better = None if way == best else best
     return EffortPlan(
         effort,
         way,
         way_seconds(facts, way, rate),
         _reason(effort, facts, way, best, machine),
-        fixed_bits=facts.fixed_bits if effort == "high" and way.method != RTN else None,
+        fixed_bits=facts.fixed_bits if way.method != RTN else None,
         better=better,
         better_seconds=0.0 if better is None else way_seconds(facts, better, rate),
         rate=rate,
@@ -176,12 +186,14 @@ def _allowed(effort: Effort, facts: Facts, way: Way) -> bool:
     """Tell whether an effort takes so long for a way; round-to-nearest is always allowed."""
     if way.method == RTN or effort == "high":
         return True
-    if effort == "low" or way.costs is not None:
+    if effort == "low":
         return False
     if way.method.autoround and facts.shapes.weights < AUTOROUND_WEIGHTS:
         return False
+    if way.costs == "measured" and facts.device == "cpu":  # half as long again for a twentieth
+        return False
     plain = way.method.codes == GPTQ.codes and not way.method.autoround
-    if facts.device == "cuda" and plain:
+    if facts.device == "cuda" and plain and way.costs != "measured":
         return True
     return way_seconds(facts, way) <= LIMITS[facts.device]
 
@@ -192,15 +204,18 @@ def _reason(effort: Effort, facts: Facts, way: Way, best: Way, machine: str) -> 
         return facts.uncalibrated
     if effort == "low":
         return "it reads no text"
-    first = ways(facts)[0]
-    if way == best != first:
+    first = ways(facts, groups=True)[0]
+    if best != first and replace(way, groups=best.groups) == best:
         return f"the memory is too small for {first}"
     if way == best:
         return "the best there is"
-    plain = Way(replace(best.method, autoround=False))
+    if replace(way, groups=True) == best:
+        return "the best in groups that are as fast for many sequences together"
+    plain = replace(best, method=replace(best.method, autoround=False), groups=way.groups)
     if way == plain and facts.shapes.weights < AUTOROUND_WEIGHTS:
         return "autoround is measured on larger models alone"
     if facts.device == "cuda" and way_seconds(facts, way) > LIMITS["cuda"]:
         return f"no less than {GPTQ} on {machine}"
     limit = LIMIT_WORDS[facts.device]
-    return f"the best in the recipe's bits within {limit} at the usual speed of {machine}"
+    what = "the best by estimated costs" if way.costs == "estimated" else "the best"
+    return f"{what} within {limit} at the usual speed of {machine}"

@@ -264,9 +264,11 @@ def effort_lines(made: EffortPlan) -> list[str]:
     """The way of an effort, and what becomes of the bits."""
     lines = [effort_line(made)]
     if made.way.costs is not None:
+        groups = "groups of 32, 64 or 128" if made.way.groups else "the recipe's groups"
         lines.append(
-            "bits are chosen when it begins: 4 or 8, in groups of 32, 64 or 128, one scheme for q, "
-            "k and v and one for gate and up, as vLLM loads them; --method keeps the bits above"
+            f"bits are chosen when it begins: 4 or 8, in {groups}, one scheme for q, k and v and "
+            f"one for gate and up, as vLLM loads them; --method {made.way.method} keeps the bits "
+            "above, as GPTQ and AWQ need"
         )
     elif made.fixed_bits is not None:
         lines.append(f"bits are not chosen by costs: {made.fixed_bits}")
@@ -282,6 +284,7 @@ def effort_json(made: EffortPlan | None) -> dict[str, Any] | None:
         "effort": made.effort,
         "method": str(made.way.method),
         "costs": made.way.costs,
+        "groups": made.way.groups,
         "seconds": made.seconds,
         "reason": made.reason,
         "fixed_bits": made.fixed_bits,
@@ -290,6 +293,7 @@ def effort_json(made: EffortPlan | None) -> dict[str, Any] | None:
         else {
             "method": str(better.method),
             "costs": better.costs,
+            "groups": better.groups,
             "seconds": made.better_seconds,
         },
     }

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lowbit.convert import Override, Recipe
 from lowbit.convert.export.export import LAYOUTS, Target, export
 from lowbit.convert.export.misfits import prove_dequantized, without
 from lowbit.convert.export.source import open_source
@@ -20,6 +21,7 @@ from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import unpack
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.conversions import convert
 from tests.convert.export.packed_folders import int4_body, mixed
 
 SCHEMES = (Scheme(4, 32), Scheme(4, 32), Scheme(4, 32), Scheme(8, 32), Scheme(4, None), None)
@@ -197,3 +199,29 @@ def test_dequantize_is_refused_for_gguf_and_mlx(tmp_path: Path, cli: Any, target
 )
 def test_spans(numbers: list[int], text: str) -> None:
     assert spans(numbers) == text
+
+
+@pytest.mark.parametrize("target", ["gptq", "awq"])
+def test_chosen_bits_name_the_method_that_keeps_one_width(
+    tmp_path: Path, small: Path, target: Target
+) -> None:
+    chosen = (
+        Override.parse("*.self_attn.[qkv]_proj=8g32"),
+        Override.parse("*.mlp.down_proj=4g32"),
+        Override.parse("lm_head=4g32"),
+    )
+    convert(small, tmp_path / "packed", Recipe(group_size=32, overrides=chosen))
+    with pytest.raises(FormatError, match="cannot hold") as caught:
+        export(tmp_path / "packed", tmp_path / "out", target)
+    assert "; convert with --method rtn --lm-head bf16; or" in str(caught.value.hint)
+    # As advised, the folder can be exported.
+    convert(small, tmp_path / "again", Recipe(group_size=32, head="bf16"))
+    assert export(tmp_path / "again", tmp_path / "out", target).dequantized == ()
+
+
+def test_bits_that_somebody_gave_are_named(tmp_path: Path, small: Path) -> None:
+    given = Recipe(group_size=32, overrides=(Override.parse("*.mlp.down_proj=8"),))
+    convert(small, tmp_path / "packed", given)
+    with pytest.raises(FormatError, match="cannot hold") as caught:
+        export(tmp_path / "packed", tmp_path / "out", "gptq")
+    assert "; convert with --bits '*.down_proj=4' --lm-head bf16; or" in str(caught.value.hint)

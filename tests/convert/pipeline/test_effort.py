@@ -29,7 +29,8 @@ from tests.conversions import convert, model_beside_story
 from tests.convert.fixture_types import Cli, MakeModel
 
 CPU = ("--device", "cpu")
-BEST = "gptq+rotate+autoround, bits by measured costs"
+BEST = "gptq+rotate+autoround, bits and groups by measured costs"
+USUAL = "gptq+rotate, bits by estimated costs"
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,30 @@ def planned(source: Path, effort: Effort = "default", **changed: Any) -> Any:
     checkpoint = open_checkpoint(source)
     cpu = torch.device("cpu")
     return plan_effort(effort, checkpoint, recipe, CalibrationRequest(), cpu)
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_default_chooses_bits_in_the_recipes_groups(
+    source: Path, tmp_path: Path, text: CalibrationRequest
+) -> None:
+    said: list[str] = []
+    made = convert(
+        *(source, tmp_path / "out"), calibration=text, effort="default", note=said.append
+    )
+    assert said[0].startswith(f"effort default: {USUAL} at the bytes of")
+    assert said[1].startswith("estimating the sensitivity of 5 sets")
+    checkpoint = open_checkpoint(source)
+    recipe = Recipe(method=made.plan.recipe.method)
+    uniform = make_plan(checkpoint.config, checkpoint.tensors, recipe)
+    assert str(recipe.method) == "gptq+rotate"
+    assert made.plan.output_bytes <= uniform.output_bytes
+    groups = {name: scheme and scheme.group_size for name, scheme in made.plan.schemes.items()}
+    assert groups == {name: one and one.group_size for name, one in uniform.schemes.items()}
+    bits = {name: scheme and scheme.bits for name, scheme in made.plan.schemes.items()}
+    assert bits != {name: one and one.bits for name, one in uniform.schemes.items()}
+    layer = "model.layers.0"
+    assert len({bits[f"{layer}.self_attn.{x}_proj"] for x in "qkv"}) == 1
+    assert bits[f"{layer}.mlp.gate_proj"] == bits[f"{layer}.mlp.up_proj"]
 
 
 @pytest.mark.usefixtures("cache")
@@ -134,8 +159,17 @@ def test_bits_that_are_given_stay(source: Path, changed: dict[str, Any], reason:
     assert (str(made.way), made.fixed_bits) == ("gptq+rotate+autoround", reason)
 
 
-def test_a_head_that_is_given_leaves_the_rest_to_choose(source: Path) -> None:
-    assert str(planned(source, "high", head="int4").way) == BEST
+@pytest.mark.parametrize("head", ["int4", "int8", "bf16"])
+def test_a_head_that_is_given_may_be_all_that_had_bits_to_give(source: Path, head: str) -> None:
+    made = planned(source, "high", head=head)
+    reason = "no linear beside the head of --lm-head has more than 4 to give"
+    assert (str(made.way.costs), made.fixed_bits) == ("None", reason)
+
+
+def test_a_head_that_is_given_leaves_the_rest_to_choose() -> None:
+    """INT8 outputs of linear attention have bits to give."""
+    hybrid = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3.5"
+    assert planned(hybrid, "high", head="bf16").way.costs == "measured"
 
 
 def test_eight_bits_are_rounded(source: Path) -> None:
@@ -148,7 +182,7 @@ def test_a_small_memory_takes_less(source: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(memory, "free_bytes", lambda _: 1_000_000)
     made = planned(source)
     assert str(made.way) == "rtn"
-    assert made.reason.startswith("the memory is too small for gptq+rotate+autoround, bits by")
+    assert made.reason.startswith(f"the memory is too small for {BEST}")
 
 
 def test_what_is_left_out_is_named_with_its_time(
@@ -158,9 +192,9 @@ def test_what_is_left_out_is_named_with_its_time(
     monkeypatch.setattr(calibration_cost, "matmul_rate", lambda *_: 1e9)
     line = effort_line(planned(source))
     cores = device_name(torch.device("cpu"))
-    reason = f"the best in the recipe's bits within an hour at the usual speed of {cores}"
+    reason = f"the best within an hour at the usual speed of {cores}"
     assert line.startswith(f"effort default: rtn, a few seconds ({reason})")
-    assert "; --effort high: gptq+rotate+autoround, bits by measured costs, about " in line
+    assert f"; --effort high: {BEST}, about " in line
 
 
 def succeeded(done: Result) -> Result:
@@ -170,20 +204,26 @@ def succeeded(done: Result) -> Result:
 
 def test_plan_shows_the_effort(cli_as_typed: Cli, source: Path) -> None:
     shown = " ".join(succeeded(cli_as_typed("plan", source, *CPU)).stdout.split())
-    assert "effort default: gptq+rotate, a" in shown
+    assert f"effort default: {USUAL} at the bytes of INT4, a" in shown
+    assert "4 or 8, in the recipe's groups, one scheme for q, k and v" in shown
     assert f"; --effort high: {BEST}, a" in shown
     high = ("--effort", "high")
     shown = " ".join(succeeded(cli_as_typed("plan", source, *CPU, *high)).stdout.split())
     assert f"effort high: {BEST} at the bytes of INT4, a" in shown
-    assert "one scheme for q, k and v and one for gate and up, as vLLM loads them" in shown
+    assert "4 or 8, in groups of 32, 64 or 128, one scheme for q, k and v and one for" in shown
     found = json.loads(succeeded(cli_as_typed("plan", source, *CPU, "--json")).stdout)
-    assert found["effort"]["costs"] is None
-    assert found["effort"]["high"]["method"] == "gptq+rotate+autoround"
+    assert (found["effort"]["costs"], found["effort"]["groups"]) == ("estimated", False)
+    best = found["effort"]["high"]
+    assert (best["costs"], best["groups"]) == ("measured", True)
+    assert best["method"] == "gptq+rotate+autoround"
     assert found["recipe"]["overrides"] == []
-    given = cli_as_typed("plan", source, *CPU, *high, "--bits", "*.down_proj=8")
-    assert "bits are not chosen by costs: --bits gives them" in succeeded(given).stdout
-    used = next(row for row in found["estimate"]["methods"] if row["used"])
-    assert found["effort"]["seconds"] == used["seconds"]  # a time is told once
+    bits = ("--bits", "*.down_proj=8")
+    given = succeeded(cli_as_typed("plan", source, *CPU, *bits))
+    assert "bits are not chosen by costs: --bits gives them" in given.stdout
+    plain = json.loads(succeeded(cli_as_typed("plan", source, *CPU, *bits, "--json")).stdout)
+    used = next(row for row in plain["estimate"]["methods"] if row["used"])
+    assert plain["effort"]["seconds"] == used["seconds"]  # a time is told once
+    assert plain["effort"]["seconds"] < found["effort"]["seconds"]  # costs come to it
     named = succeeded(cli_as_typed("plan", source, *CPU, "--method", "gptq", "--json"))
     assert json.loads(named.stdout)["effort"] is None
 

@@ -72,28 +72,29 @@ def chosen(effort: Effort, known: Facts) -> str:
     return str(choose_way(effort, known, lambda way: True, MACHINE).way)
 
 
-MEASURED = ", bits by measured costs"
+MEASURED, ESTIMATED = ", bits by measured costs", ", bits by estimated costs"
+FINEST = ", bits and groups by measured costs"
 PLAIN, LEARNED = "gptq+rotate", "gptq+rotate+autoround"
 
 
 @pytest.mark.parametrize(
     ("model", "device", "units", "way"),
     [
-        ("tiny", "cpu", 1, PLAIN),
-        ("135M", "cpu", 1, PLAIN),
-        ("135M", "cpu", 2, LEARNED),
-        ("0.5B", "cpu", 2, PLAIN),
-        ("1.5B", "cpu", 2, "weighted"),
-        ("1.5B", "cpu", 6, PLAIN),
+        ("tiny", "cpu", 1, PLAIN + ESTIMATED),
+        ("135M", "cpu", 1, PLAIN + ESTIMATED),
+        ("135M", "cpu", 2, LEARNED + ESTIMATED),
+        ("0.5B", "cpu", 2, PLAIN + ESTIMATED),
+        ("1.5B", "cpu", 2, "weighted" + ESTIMATED),
+        ("1.5B", "cpu", 6, PLAIN + ESTIMATED),
         ("8B", "cpu", 2, "rtn"),
         ("8B", "cpu", 3, "weighted"),
-        ("8B", "cpu", 64, PLAIN),
-        ("tiny", "cuda", 132, PLAIN),
-        ("135M", "cuda", 132, LEARNED),
-        ("1.5B", "cuda", 132, LEARNED),
-        ("8B", "cuda", 132, PLAIN),
-        ("8B", "cuda", 28, PLAIN),
-        ("32B", "cuda", 132, PLAIN),
+        ("8B", "cpu", 64, PLAIN + ESTIMATED),
+        ("tiny", "cuda", 132, PLAIN + MEASURED),
+        ("135M", "cuda", 132, LEARNED + MEASURED),
+        ("1.5B", "cuda", 132, LEARNED + MEASURED),
+        ("8B", "cuda", 132, PLAIN + MEASURED),
+        ("8B", "cuda", 28, PLAIN + ESTIMATED),
+        ("32B", "cuda", 132, PLAIN + ESTIMATED),
     ],
 )
 def test_default_takes_the_best_within_its_time(
@@ -107,13 +108,13 @@ def test_default_takes_the_best_within_its_time(
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_low_reads_no_text_and_high_takes_the_best(model: str, device: str) -> None:
     assert chosen("low", facts(model, device)) == "rtn"
-    assert chosen("high", facts(model, device)) == LEARNED + MEASURED
+    assert chosen("high", facts(model, device)) == LEARNED + FINEST
 
 
 @pytest.mark.parametrize(
     ("changed", "default", "high"),
     [
-        ({"rotatable": False}, "gptq", "gptq+autoround" + MEASURED),
+        ({"rotatable": False}, "gptq" + ESTIMATED, "gptq+autoround" + FINEST),
         ({"fixed_bits": "--bits gives them"}, PLAIN, LEARNED),
         ({"uncalibrated": "8 bits"}, "rtn", "rtn"),
         ({"shapes": replace(MODELS["tiny"], routed=True)}, "gptq", "gptq"),
@@ -133,7 +134,7 @@ def test_an_effort_says_why_and_what_more_would_bring(effort: Effort) -> None:
         made.reason
         == {
             "low": "it reads no text",
-            "default": "the best in the recipe's bits within an hour at the usual speed of "
+            "default": "the best by estimated costs within an hour at the usual speed of "
             + MACHINE,
             "high": "the best there is",
         }[effort]
@@ -141,7 +142,7 @@ def test_an_effort_says_why_and_what_more_would_bring(effort: Effort) -> None:
     if effort == "high":
         assert made.better is None
     else:
-        assert str(made.better) == LEARNED + MEASURED
+        assert str(made.better) == LEARNED + FINEST
         assert made.better_seconds > made.seconds
 
 
@@ -157,8 +158,21 @@ def test_a_measured_speed_changes_the_times_alone() -> None:
 
 
 def test_a_small_model_is_told_why_it_gets_no_autoround() -> None:
-    made = choose_way("default", facts("tiny"), lambda way: True, MACHINE)
+    made = choose_way("default", facts("tiny", "cuda", 132), lambda way: True, MACHINE)
     assert made.reason == "autoround is measured on larger models alone"
+
+
+def test_groups_alone_may_be_left_to_high() -> None:
+    made = choose_way("default", facts("0.5B", "cuda", 132), lambda way: True, MACHINE)
+    assert (str(made.way), str(made.better)) == (LEARNED + MEASURED, LEARNED + FINEST)
+    assert made.seconds == made.better_seconds
+    assert made.reason == "the best in groups that are as fast for many sequences together"
+
+
+def test_given_bits_are_told_where_a_text_is_read() -> None:
+    known = facts("0.5B", fixed_bits="--bits gives them")
+    told = [choose_way(effort, known, lambda way: True, MACHINE).fixed_bits for effort in EFFORTS]
+    assert told == [None, "--bits gives them", "--bits gives them"]
 
 
 def test_a_small_memory_falls_back_to_what_fits() -> None:
@@ -167,7 +181,7 @@ def test_a_small_memory_falls_back_to_what_fits() -> None:
 
     made = choose_way("high", facts("0.5B"), fits, MACHINE)
     assert (str(made.way), made.better) == (PLAIN, None)
-    assert made.reason == f"the memory is too small for {LEARNED}{MEASURED}"
+    assert made.reason == f"the memory is too small for {LEARNED}{FINEST}"
     none = choose_way("default", facts("8B", "cuda", 132), lambda way: False, MACHINE)
     assert str(none.way) == "rtn"
 
@@ -176,7 +190,7 @@ def test_a_gpu_calibrates_however_long_it_takes() -> None:
     known = facts("32B", "cuda", 10)
     made = choose_way("default", known, lambda way: True, MACHINE)
     assert made.seconds > LIMITS["cuda"]
-    assert made.way == Way(Method("gptq", rotate=True))
+    assert made.way == Way(Method("gptq", rotate=True), "estimated")
     assert made.reason == f"no less than gptq on {MACHINE}"
 
 
@@ -184,7 +198,7 @@ def test_a_gpu_calibrates_however_long_it_takes() -> None:
 @pytest.mark.parametrize(("device", "units"), [("cpu", 2), ("cuda", 132)])
 def test_times_are_near_those_measured(model: str, device: str, units: int) -> None:
     known = facts(model, device, units)
-    of = {str(way): way_seconds(known, way) for way in ways(known)}
+    of = {str(way): way_seconds(known, way) for way in ways(known, groups=False)}
     assert of["rtn"] < of["weighted"] < of[PLAIN] < of[PLAIN + MEASURED] < of[LEARNED + MEASURED]
     if (model, device) == ("135M", "cpu"):
         assert of[PLAIN] == pytest.approx(7.5 * 60, rel=0.1)
