@@ -8,7 +8,7 @@ from typing import Any
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError, TooLongError
 from lowbit.formats.files.reading import read_text
 from lowbit.formats.text.settings import SETTINGS_FILE, read_settings
-from lowbit.formats.text.worker import Worker, WorkerError
+from lowbit.formats.text.worker import Ask, Worker, WorkerError, blocking
 
 TEMPLATE_FILE = "chat_template.jinja"
 THINKING = "enable_thinking"  # name of the switch in templates
@@ -36,9 +36,14 @@ class ChatTemplate:
 
         The first `render` reports a failure.
         """
-        self.worker.submit({"do": "compile", "source": self.source})
+        self.worker.submit(self.preparation)
 
-    def render(
+    @property
+    def preparation(self) -> dict[str, Any]:
+        """The job that compiles the template."""
+        return {"do": "compile", "source": self.source}
+
+    async def render_later(
         self,
         messages: Sequence[Mapping[str, Any]],
         thinking: bool | None = None,
@@ -47,6 +52,7 @@ class ChatTemplate:
         arguments: Mapping[str, Any] | None = None,
         answer: bool = True,
         max_bytes: int = MAX_PROMPT_BYTES,
+        ask: Ask | None = None,
     ) -> str:
         """Render a conversation as transformers does.
 
@@ -57,6 +63,7 @@ class ChatTemplate:
             arguments: further values of the template, by name.
             answer: end with the prompt for the assistant's next turn.
             max_bytes: longest text; longer messages are refused before they are rendered.
+            ask: gives the job to a process; None for `worker`, which blocks.
 
         Raises:
             TooLongError: more text than `max_bytes`.
@@ -83,12 +90,14 @@ class ChatTemplate:
             values[THINKING] = thinking
         job = {"do": "render", "source": self.source, "values": values, "most": max_bytes}
         try:
-            text: str = self.worker.ask(job)
+            text: str = await (self.worker.ask_blocking if ask is None else ask)(job)
         except WorkerError as error:
             raise self._explained(error, max_bytes) from None
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"the messages are not plain JSON: {error}") from None
         return text
+
+    render = blocking(render_later)
 
     def _explained(self, error: WorkerError, max_bytes: int) -> LowbitError:
         """The error, in a sentence, for a template that failed."""

@@ -14,9 +14,10 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from lowbit.formats.errors import ResourceError
 
@@ -27,6 +28,9 @@ KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL", "LC_CTYP
 CHILD = Path(__file__).with_name("child.py")
 
 Library = Literal["jinja2", "tokenizers", "llguidance"]
+Ask = Callable[[Mapping[str, Any]], Awaitable[Any]]  # gives a job to a child
+P = ParamSpec("P")
+Result = TypeVar("Result")
 FailureKind = Literal["syntax", "failed", "memory", "output", "time", "died"]
 
 
@@ -83,7 +87,7 @@ class Worker:
         Raises:
             TypeError: the job is not plain JSON; also ValueError, RecursionError.
         """
-        line = _line(job, self.seconds)
+        line = line_of(job, self.seconds)
         with self._lock, contextlib.suppress(WorkerError, ResourceError), self._whole():
             self._send(line)
             self._unread += 1
@@ -100,16 +104,18 @@ class Worker:
             ResourceError: the process cannot be started.
             TypeError: the job is not plain JSON; also ValueError, RecursionError.
         """
-        line = _line(job, self.seconds if seconds is None else seconds)
+        line = line_of(job, self.seconds if seconds is None else seconds)
         with self._lock, self._whole():
             self._send(line)
             while self._unread:
                 self._receive()
                 self._unread -= 1
             reply = self._receive()
-        if "error" in reply:
-            raise WorkerError(reply["error"], reply["message"])
-        return reply["value"]
+        return value_of(reply)
+
+    async def ask_blocking(self, job: Mapping[str, Any]) -> Any:
+        """Run a job as `ask` does; see `blocking`."""
+        return self.ask(job)
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
@@ -157,43 +163,22 @@ class Worker:
         line = self._read()
         reason = str(self._ended()) if line is None else json.loads(line).get("message")
         if reason is not None:
-            raise ResourceError(f"the process that runs {self.library} cannot start: {reason}")
+            raise not_started(self.library, reason)
         self._ready = True
 
     def _start(self) -> None:
-        options = {
-            "path": [p for p in sys.path if p],
-            "library": self.library,
-            "memory_bytes": self.memory_bytes,
-        }
-        environment = {name: os.environ[name] for name in KEPT if name in os.environ}
-        try:
-            process = subprocess.Popen(
-                # -I and -S: no user site, no start-up files; sys.path is this process's.
-                [sys.executable, "-I", "-S", str(CHILD), json.dumps(options)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                env=environment | {"TOKENIZERS_PARALLELISM": "false"},
-                start_new_session=True,  # Ctrl-C is for this process
-            )
-        except OSError as error:
-            raise ResourceError(f"no process can be started: {error.strerror}") from None
+        process = start_child(self.library, self.memory_bytes)
         self._process, self._ready, self._unread = process, False, 0
-        self._end = weakref.finalize(self, _end, process)
+        self._end = weakref.finalize(self, end_child, process)
         if self._prelude is not None:
-            self._send(_line(self._prelude, self.seconds))
+            self._send(line_of(self._prelude, self.seconds))
             self._unread += 1
 
     def _ended(self) -> WorkerError:
         """The error for a process that has ended."""
         code = self._process.wait() if self._process is not None else 0
         self._stop()
-        if code in (-signal.SIGALRM, -signal.SIGPROF):
-            return WorkerError("time", "out of time")
-        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return WorkerError("died", name)
+        return error_of_end(code)
 
     def _stop(self) -> None:
         if self._end is not None:
@@ -201,11 +186,70 @@ class Worker:
         self._process = self._end = None
 
 
-def _line(job: Mapping[str, Any], seconds: float) -> bytes:
+def blocking(work: Callable[P, Coroutine[Any, Any, Result]]) -> Callable[P, Result]:
+    """The function that runs a coroutine to its end, in which nothing waits: an `Ask` blocks."""
+
+    @wraps(work)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        try:
+            work(*args, **kwargs).send(None)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        raise RuntimeError(f"{work.__name__} waits, and no event loop runs it")
+
+    return run
+
+
+def start_child(library: Library, memory_bytes: int) -> subprocess.Popen[bytes]:
+    """Start a child; its first line reports that it is ready, an object with a `message` otherwise.
+
+    Raises:
+        ResourceError: it cannot be started.
+    """
+    options = {"path": [p for p in sys.path if p], "library": library, "memory_bytes": memory_bytes}
+    environment = {name: os.environ[name] for name in KEPT if name in os.environ}
+    try:
+        return subprocess.Popen(
+            # -I and -S: no user site, no start-up files; sys.path is this process's.
+            [sys.executable, "-I", "-S", str(CHILD), json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env=environment | {"TOKENIZERS_PARALLELISM": "false"},
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+    except OSError as error:
+        raise ResourceError(f"no process can be started: {error.strerror}") from None
+
+
+def not_started(library: Library, reason: str) -> ResourceError:
+    """The error for a child that cannot do any job."""
+    return ResourceError(f"the process that runs {library} cannot start: {reason}")
+
+
+def error_of_end(code: int) -> WorkerError:
+    """The error for a child that has ended."""
+    if code in (-signal.SIGALRM, -signal.SIGPROF):
+        return WorkerError("time", "out of time")
+    name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return WorkerError("died", name)
+
+
+def value_of(reply: Mapping[str, Any]) -> Any:
+    """The result of a job; raises the WorkerError of one that failed."""
+    if "error" in reply:
+        raise WorkerError(reply["error"], reply["message"])
+    return reply["value"]
+
+
+def line_of(job: Mapping[str, Any], seconds: float) -> bytes:
+    """A job as the child reads it; raises TypeError, ValueError or RecursionError for others."""
     return json.dumps({"seconds": seconds, **job}).encode() + b"\n"
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def end_child(process: "subprocess.Popen[bytes]") -> None:
     """End a child and close its pipes."""
     process.kill()
     for pipe in (process.stdin, process.stdout):

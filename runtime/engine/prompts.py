@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Any
 from lowbit.formats.errors import RequestError, TooLongError
 from lowbit.formats.text.template import ChatTemplate
 from lowbit.formats.text.tokenizer import MarkedText
+from lowbit.formats.text.worker import Ask, blocking
 from lowbit.runtime.engine.image_input import EncodedPrompt, ImageInput, PictureEmbedder, place
 from lowbit.runtime.engine.request import Limits
 from lowbit.runtime.images.picture import KnownPictures, Picture, PictureReader
-from lowbit.runtime.text.chat import Message, has_late_system, one_system_message, render_prompt
+from lowbit.runtime.text.chat import (
+    Message,
+    has_late_system,
+    one_system_message,
+    render_prompt_later,
+)
 from lowbit.runtime.text.images import has_images, pictures_of, with_pictures
 from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
 from lowbit.runtime.text.tools import Tool
@@ -70,7 +76,7 @@ class PromptEncoder:
         """Control tokens that messages cannot contain; None if they may."""
         return None if self.allow_control_tokens else self.tokenizer.control
 
-    def encode_prompt(
+    async def encode_prompt_later(
         self,
         prompt: str | Sequence[Mapping[str, Any]],
         *,
@@ -79,6 +85,7 @@ class PromptEncoder:
         tools: Sequence[Tool] = (),
         template_arguments: Mapping[str, Any] | None = None,
         left_out: list[str] | None = None,
+        ask: Ask | None = None,
     ) -> EncodedPrompt:
         """A prompt of tokens: one user message, or a conversation, through the chat template.
 
@@ -93,6 +100,7 @@ class PromptEncoder:
             tools: functions that the model may call.
             template_arguments: further arguments of the template, plain JSON.
             left_out: gets the name of what the template refuses and the prompt has in another form.
+            ask: see `ChatTemplate.render_later`.
 
         Raises:
             RequestError: a bad message, a prompt much longer than the context, no template to
@@ -106,7 +114,9 @@ class PromptEncoder:
         try:
             text: str | MarkedText
             if not raw:
-                text = self._rendered(prompt, thinking, tools, template_arguments, left_out)
+                text = await self._rendered(
+                    prompt, thinking, tools, template_arguments, left_out, ask
+                )
             elif isinstance(prompt, str):
                 text = prompt
             else:
@@ -119,6 +129,8 @@ class PromptEncoder:
         if self.images is None or not pictures:
             return EncodedPrompt(ids)
         return place(ids, pictures, self.images.token, self.embedder)
+
+    encode_prompt = blocking(encode_prompt_later)
 
     def encode(
         self,
@@ -154,13 +166,14 @@ class PromptEncoder:
         sends = isinstance(self.embedder, EmbedderElsewhere)
         return PictureReader(self.images.settings, self.known, sends)
 
-    def _rendered(
+    async def _rendered(
         self,
         prompt: str | Sequence[Mapping[str, Any]],
         thinking: bool | None,
         tools: Sequence[Tool],
         template_arguments: Mapping[str, Any] | None,
         left_out: list[str] | None,
+        ask: Ask | None,
     ) -> MarkedText:
         """The text of a prompt by the chat template; arguments and errors as in `encode`."""
         if self.template is None:
@@ -168,24 +181,25 @@ class PromptEncoder:
                 f"`{self.folder}` has no chat template", hint="use --raw (raw=True in Python)"
             )
         render = partial(
-            render_prompt,
+            render_prompt_later,
             self.template,
             thinking=thinking,
             max_bytes=self.tokenizer.max_bytes(self.limits.context),
             control=self.control,
             tools=tools,
             template_arguments=template_arguments,
+            ask=ask,
         )
         if isinstance(prompt, str):
-            return render([Message(role="user", content=prompt)])
+            return await render([Message(role="user", content=prompt)])
         try:
-            return render(prompt)
+            return await render(prompt)
         except TooLongError:
             raise
         except RequestError:
             if self.refuse_late_system or not has_late_system(prompt):
                 raise
-        text = render(one_system_message(prompt))
+        text = await render(one_system_message(prompt))
         if left_out is not None:
             left_out.append("place of system messages")
         return text

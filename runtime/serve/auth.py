@@ -3,6 +3,7 @@
 import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -43,7 +44,11 @@ def client_of(scope: Mapping[str, Any]) -> str:
     All clients show one key, which tells nobody apart. Behind a proxy on this machine uvicorn takes
     the address from `X-Forwarded-For`.
     """
-    host = str((scope.get("client") or ("",))[0])
+    return _client_at(str((scope.get("client") or ("",))[0]))
+
+
+@lru_cache(1024)  # one asks many times
+def _client_at(host: str) -> str:
     try:
         address = ip_address(host)
     except ValueError:

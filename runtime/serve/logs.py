@@ -27,10 +27,11 @@ MOST_NAME = 80  # characters of one
 
 @dataclass(slots=True)
 class Record:
-    """Facts of one request for its line of the log and for the metrics."""
+    """Facts of one request: for its line of the log, for the metrics, and on its way."""
 
     client: str = ""  # who asks, by `auth.client_of`; not logged
     id: str = ""  # see `id_of`; a header and every line of the log name it
+    short: bool = False  # its body is one that the event loop prepares
     # Time of its first byte, by `time.perf_counter`
     started: float = field(default_factory=time.perf_counter)
     prompt_tokens: int = 0

@@ -65,6 +65,12 @@ def send_unchunked(cycle: RequestResponseCycle) -> None:
     cycle.send = plain  # type: ignore[method-assign]
 
 
+def has_come(receive: Callable[..., Any]) -> bool:
+    """True if the whole body of a request is there, so that `receive`, first called, waits not."""
+    cycle = getattr(receive, "__self__", None)
+    return isinstance(cycle, RequestResponseCycle) and not cycle.more_body
+
+
 class TimedProtocol(HttpToolsProtocol):
     """Uvicorn's protocol, with limits of the time and size of requests."""
 

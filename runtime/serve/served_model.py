@@ -66,13 +66,10 @@ def load_prompts(facts: Facts) -> PromptEncoder:
         CheckpointError, UnsupportedModelError: one of them cannot be used.
     """
     folder = Path(os.fsdecode(facts.folder))
-    template = load_chat_template(folder)
-    if template is not None:
-        template.prepare()
     return PromptEncoder(
         folder,
         load_tokenizer(folder),
-        template,
+        load_chat_template(folder),
         facts.limits,
         facts.allow_control_tokens,
         facts.refuse_late_system,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from lowbit.formats.errors import LowbitError
+from lowbit.formats.text.job_queue import JobQueue
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.serve.answers import Answers, leaving
 from lowbit.runtime.serve.errors import (
@@ -34,7 +35,7 @@ from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.settings import ServeSettings
 
 log = logging.getLogger("lowbit.serve")
-THREADS = 4  # parse bodies, render templates and encode prompts
+THREADS = 4  # parse long bodies and encode their prompts
 IMAGE_THREADS = 2  # do so for requests with images; a large one takes seconds and a GB to decode
 NEWCOMERS = 16  # requests beyond a full queue, of clients that have no other
 SHORT_LIFE_S = 30.0  # of an engine that would end again
@@ -113,6 +114,7 @@ class Service:
     image_places: Places = field(
         default_factory=lambda: Places(IMAGE_THREADS, IMAGE_THREADS, IMAGE_THREADS)
     )
+    _templates: JobQueue | None = None
     fetcher: ImageFetcher = field(init=False)  # of images that clients name by their address
     # Requests whose bodies have not come
     pending: PendingBodies = field(default_factory=lambda: PendingBodies(READING))
@@ -127,6 +129,13 @@ class Service:
         if self._engine is None:
             raise RuntimeError("the server has not been started")
         return self._engine
+
+    @property
+    def templates(self) -> JobQueue:
+        """The process that renders the chat template."""
+        if self._templates is None:
+            raise RuntimeError("the server has not been started")
+        return self._templates
 
     def revive(self) -> bool:
         """Let another engine follow one that has ended, unless that has lived for a short time.
@@ -159,10 +168,15 @@ class Service:
         self._engine = EngineClient(self.channel, self.model.tokenizer, self.metrics)
         share = self.settings.client_share(self.model.sequences)
         self._engine.start(Settings(share, self.settings.grammar_bytes))
+        if self._templates is None:
+            self._templates = JobQueue()
+            if self.model.template is not None:
+                self._templates.prepare(self.model.template.preparation)
 
     async def stop(self) -> None:
         """Let go of the engine, and end the threads."""
         await self.engine.stop()
+        self.templates.close()
         for executor in (self.executor, self.image_executor):
             executor.shutdown(wait=False, cancel_futures=True)
 

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 from lowbit.formats.errors import RequestError
 from lowbit.formats.text.template import MAX_PROMPT_BYTES, REASONING, THINKING, ChatTemplate
 from lowbit.formats.text.tokenizer import MarkedText
+from lowbit.formats.text.worker import Ask, blocking
 from lowbit.runtime.text.answer import CLOSE, OPEN, OutputStart
 from lowbit.runtime.text.images import IMAGES, INSTEAD, for_template, image_parts, word_of
 from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
@@ -45,7 +46,7 @@ class Message(TypedDict):
     content: str | list[dict[str, Any]]
 
 
-def render_prompt(
+async def render_prompt_later(
     template: ChatTemplate,
     messages: Sequence[Mapping[str, Any]],
     thinking: bool | None = None,
@@ -54,6 +55,7 @@ def render_prompt(
     control: ControlTokens | None = None,
     tools: Sequence[Tool] = (),
     template_arguments: Mapping[str, Any] | None = None,
+    ask: Ask | None = None,
 ) -> MarkedText:
     """The prompt that asks for the assistant's next turn, as transformers renders it.
 
@@ -67,6 +69,7 @@ def render_prompt(
         control: tokens of the model's tokenizer; None marks nothing.
         template_arguments: further arguments of the template, plain JSON; `enable_thinking` is the
             same as `thinking`.
+        ask: see `ChatTemplate.render_later`.
 
     Raises:
         RequestError: a bad message, one that the template refuses, too long a conversation, or a
@@ -90,10 +93,15 @@ def render_prompt(
             plain, offered, arguments = _marked(control, mark, plain, offered, arguments)
         except RecursionError:
             raise RequestError("the messages are nested too deeply") from None
-    text = template.render(plain, thinking, tools=offered, arguments=arguments, max_bytes=max_bytes)
+    text = await template.render_later(
+        plain, thinking, tools=offered, arguments=arguments, max_bytes=max_bytes, ask=ask
+    )
     if mark:
         text = text.replace(json.dumps(mark)[1:-1], mark)  # a template may write JSON in ASCII
     return MarkedText(text, mark)
+
+
+render_prompt = blocking(render_prompt_later)
 
 
 def _marked(

@@ -1,6 +1,5 @@
 """Parts that several APIs share: routes, token counts, log-probabilities, chunks of streams."""
 
-import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -131,7 +130,7 @@ class ChunkWriter(ABC):
 
     def __init__(self, head: dict[str, Any], body: SamplingBody, prompt_tokens: int) -> None:
         """Prepare the parts that all chunks share."""
-        self._head = f"data: {json.dumps(head, separators=(',', ':'))[:-1]}"
+        self._head = f"data: {compact(head)[:-1]}"
         self._prompt_tokens = prompt_tokens
         options = body.stream_options
         self._with_usage = options is not None and bool(options.include_usage)
@@ -163,7 +162,7 @@ class ChunkWriter(ABC):
         if not self._with_usage:
             return DONE
         usage = usage_of(self._prompt_tokens, self._ends).openai()
-        return f'{self._head},"choices":[],"usage":{json.dumps(usage)}}}\n\n'.encode() + DONE
+        return f'{self._head},"choices":[],"usage":{compact(usage)}}}\n\n'.encode() + DONE
 
     def fail(self, error: ApiError) -> bytes:
         """The error and the end of the stream."""

@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field, Tag, TypeAdapter
 from starlette.requests import Request as HttpRequest
 
+from lowbit.formats.text.worker import Ask
 from lowbit.runtime.engine.delta import Delta, End
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.serve.answers import Collected, EventStream, collect, event, joined
@@ -230,8 +231,8 @@ async def count_tokens(http: HttpRequest) -> Response:
     model = service.model
     left_out: list[str] = []
 
-    def encoded() -> Request:
-        return encode(model, asked_of(model, body), left_out)
+    async def encoded(ask: Ask) -> Request:
+        return await encode(model, asked_of(model, body), left_out, ask)
 
     made = await prepared(http, body, encoded)
     record_of(http).leave_out(left_out)

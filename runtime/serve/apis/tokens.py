@@ -1,6 +1,7 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -8,6 +9,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
 
 from lowbit.formats.text.settings import read_settings
+from lowbit.formats.text.worker import Ask
 from lowbit.runtime.serve.apis.chat import Messages, contents_of, turns_of
 from lowbit.runtime.serve.apis.common import token_text
 from lowbit.runtime.serve.apis.docs import documented
@@ -61,7 +63,7 @@ async def tokenize(http: HttpRequest) -> dict[str, Any]:
     """Token ids of a text or a conversation."""
     service, body = await read_request(http, TokenizeBody)
     left_out: list[str] = []
-    ids = await prepared(http, body, lambda: _encode(service.model, body, left_out))
+    ids = await prepared(http, body, partial(_encode, service.model, body, left_out))
     record_of(http).leave_out(left_out)
     found: dict[str, Any] = {
         "count": len(ids),
@@ -73,13 +75,15 @@ async def tokenize(http: HttpRequest) -> dict[str, Any]:
     return found
 
 
-def _encode(model: ServedModel, body: TokenizeBody, left_out: list[str]) -> Sequence[int]:
+async def _encode(
+    model: ServedModel, body: TokenizeBody, left_out: list[str], ask: Ask
+) -> Sequence[int]:
     if body.messages is not None:
         left_out += read_images(body.contents(), model.prompts)
         messages, tools = turns_of(body.messages), functions_of(body.tools)
         arguments = body.chat_template_kwargs or {}
         asked = Asked(messages=messages, tools=tools, template_arguments=arguments)
-        return encode(model, asked, left_out).prompt
+        return (await encode(model, asked, left_out, ask)).prompt
     framed = body.add_special_tokens is not False
     return model.tokenizer.encode(body.prompt or "", framed=framed, context=model.context)
 

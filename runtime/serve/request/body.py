@@ -52,7 +52,6 @@ class Body(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    _unknown: Set[str] = frozenset()
     # For a field, the values that mean the same as leaving it out, as null always does
     NEUTRAL: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     KNOWN: ClassVar[frozenset[str]] = frozenset()  # names of all fields in JSON
@@ -76,9 +75,10 @@ class Body(BaseModel):
         """Drop neutral fields, and all unknown ones except the first, which is refused."""
         if not isinstance(value, dict):
             return value
-        if cls.INTEGERS:
-            value = {name: cls._whole(name, each) for name, each in value.items()}
         keys = value.keys()
+        if any(isinstance(value[name], float) for name in cls.INTEGERS & keys):
+            value = {name: cls._whole(name, each) for name, each in value.items()}
+            keys = value.keys()
         if keys <= cls.KNOWN and cls.NEUTRAL.keys().isdisjoint(keys):
             return value
         kept: dict[Any, Any] = {}
@@ -93,28 +93,10 @@ class Body(BaseModel):
         return kept
 
     @classmethod
-    def read(cls, content: dict[str, Any]) -> Self:
-        """The body with this content.
-
-        Raises:
-            ValidationError: the content breaks the schema.
-        """
-        names: set[str] = set()
-        body = cls.model_validate(content, context=names)
-        body._unknown = names
-        return body
-
-    @classmethod
     def _whole(cls, name: object, value: object) -> object:
         """The integer that a number such as 100.0 stands for; else the value itself."""
         whole = isinstance(value, float) and value.is_integer() and abs(value) < EXACT
         return int(value) if whole and name in cls.INTEGERS else value  # type: ignore[call-overload]
-
-    def ignored(self) -> list[str]:
-        """Ignored fields that were given a value, and unknown ones of messages and tools."""
-        given = self.model_fields_set & self.IGNORED
-        names = sorted(name for name in given if getattr(self, name) is not None)
-        return [*names, *(f"*.{cut(name)}" for name in sorted(self._unknown)[:MOST_UNKNOWN])]
 
     def plain(self) -> dict[str, Any]:
         """Fields that were given, without ignored ones, as JSON has them."""
@@ -154,6 +136,25 @@ class ModelBody(Body):
 
     model: str | None = None
     _shows_images: bool = PrivateAttr(default=False)
+    _unknown: Set[str] = frozenset()  # no field of `Body`, which would cost each message
+
+    @classmethod
+    def read(cls, content: dict[str, Any]) -> Self:
+        """The body with this content.
+
+        Raises:
+            ValidationError: the content breaks the schema.
+        """
+        names: set[str] = set()
+        body = cls.model_validate(content, context=names)
+        body._unknown = names
+        return body
+
+    def ignored(self) -> list[str]:
+        """Ignored fields that were given a value, and unknown ones of messages and tools."""
+        given = self.model_fields_set & self.IGNORED
+        names = sorted(name for name in given if getattr(self, name) is not None)
+        return [*names, *(f"*.{cut(name)}" for name in sorted(self._unknown)[:MOST_UNKNOWN])]
 
     @property
     def shows_images(self) -> bool:

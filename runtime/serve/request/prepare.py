@@ -1,8 +1,13 @@
-"""The way from a request to its answers: read, check, prepare apart from the event loop, begin."""
+"""The way from a request to its answers: read, check, prepare, begin.
+
+Short requests are prepared on the event loop, without a wait but for the chat template, so that they
+are at the engine one behind another; threads prepare the others.
+"""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -12,11 +17,14 @@ from lowbit.formats.errors import LowbitError, RequestError, SettingError, TooLo
 from lowbit.formats.files.strict_json import loads
 from lowbit.formats.sampling_ranges import SEEDS, SETTINGS
 from lowbit.formats.text.template import THINKING
+from lowbit.formats.text.worker import Ask, blocking
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.errors import ApiError, ClientLeftError, invalid, of_lowbit
 from lowbit.runtime.serve.link.messages import Constraints
-from lowbit.runtime.serve.request.body import AnswerBody, Body, ModelBody
+from lowbit.runtime.serve.logs import Record
+from lowbit.runtime.serve.protocol import has_come
+from lowbit.runtime.serve.request.body import AnswerBody, ModelBody
 from lowbit.runtime.serve.request.contents import images_of
 from lowbit.runtime.serve.request.explain import FEWER, WRONG, explained, got
 from lowbit.runtime.serve.request.forms import (
@@ -34,13 +42,13 @@ from lowbit.runtime.serve.settings import (
     LEAST_BODY_RATE,
     MOST_BODY_BYTES,
     MOST_IMAGE_BODY_BYTES,
+    SHORT_BODY_BYTES,
     THREAD_BODY_BYTES,
 )
 from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.chat import output_start
 from lowbit.runtime.text.tools import form_of, knows_tools, read_json, read_tools
 
-Schema = TypeVar("Schema", bound=Body)
 OfModel = TypeVar("OfModel", bound=ModelBody)
 ForAnswers = TypeVar("ForAnswers", bound=AnswerBody)
 Result = TypeVar("Result")
@@ -96,6 +104,7 @@ async def read_request(http: HttpRequest, schema: type[OfModel]) -> tuple[Servic
         return body
 
     body = parsed() if len(raw) <= THREAD_BODY_BYTES else await service.in_thread(parsed)
+    record_of(http).short = len(raw) <= SHORT_BODY_BYTES and not body.shows_images
     service.check_model(body.model)
     return service, body
 
@@ -105,7 +114,7 @@ async def open_answers(
     schema: type[ForAnswers],
     asked_of: Callable[[ServedModel, ForAnswers], Asked],
 ) -> tuple[ForAnswers, Answers]:
-    """Read a request for answers, prepare it in a thread, and ask the engine for all of them.
+    """Read a request for answers, prepare it, and ask the engine for all of them.
 
     Raises:
         ApiError: the request cannot be served, or not now.
@@ -117,23 +126,12 @@ async def open_answers(
     service.check_open(body.count, record.client)
     left_out: list[str] = []
 
-    def prepare() -> tuple[Asked, list[Request], AskedGrammar | None]:
+    async def prepare(ask: Ask) -> tuple[Asked, list[Request], AskedGrammar | None]:
         asked = asked_of(model, body)
         left_out.extend(asked.left_out)
         left_out.extend(asked.format.left_out if asked.format is not None else ())
-        bare, grammar = requests_of(model, asked, left_out)
-        return asked, [each for one in bare for each in each_answer(one)], grammar
-
-    def each_answer(one: Request) -> list[Request]:
-        return [
-            replace(
-                one,
-                sampling=_sampling_of(one.sampling, index),
-                calls_in_pieces=record.stream,
-                client=record.client,
-            )
-            for index in range(body.count)
-        ]
+        firsts, grammar = await requests_of(model, asked, record, left_out, ask)
+        return asked, [each for one in firsts for each in _each_answer(one, body.count)], grammar
 
     try:
         asked, wanted, grammar = await prepared(http, body, prepare)
@@ -153,26 +151,45 @@ async def open_answers(
         service.engine.drop_grammar(number)
 
 
-async def prepared(http: HttpRequest, body: ModelBody, work: Callable[[], Result]) -> Result:
-    """The result of `work` on a body, in a thread, once the images that it names are there.
+async def prepared(
+    http: HttpRequest, body: ModelBody, work: Callable[[Ask], Coroutine[Any, Any, Result]]
+) -> Result:
+    """The result of `work` on a body, once the images that it names are there.
+
+    Args:
+        work: gets what renders the chat template, and waits for nothing else: a thread runs it for
+            a body that is not short, or with a tokenizer that runs elsewhere.
 
     Raises:
         ApiError: for a LowbitError, or an image that cannot be fetched.
         ClientLeftError: the client left meanwhile.
     """
     service = service_of(http)
+    templates = service.templates
+    if record_of(http).short and service.model.tokenizer.text.worker is None:
+        try:
+            return await work(templates.ask)
+        except LowbitError as error:
+            raise of_lowbit(error) from None
     if body.shows_images and service.settings.image_hosts:
         fetching = service.fetcher.fetch_all(body.contents(), record_of(http).client)
         await service.unless_left(http, fetching)
+    in_thread = partial(blocking(work), templates.ask_from_thread)
     if body.shows_images:
-        return await service.in_image_thread(http, work)
-    return await service.in_thread(work)
+        return await service.in_image_thread(http, in_thread)
+    return await service.in_thread(in_thread)
 
 
-def _sampling_of(first: SamplingParams, index: int) -> SamplingParams:
-    if first.seed is None or not index:
-        return first
-    return replace(first, seed=(first.seed + index) % SEEDS)
+def _each_answer(first: Request, count: int) -> Iterator[Request]:
+    """The request for each answer to a prompt; a seed counts up."""
+    yield first
+    sampling = first.sampling
+    for index in range(1, count):
+        if sampling.seed is None:
+            yield first
+        else:
+            seed = (sampling.seed + index) % SEEDS
+            yield replace(first, sampling=replace(sampling, seed=seed))
 
 
 async def _made(http: HttpRequest, service: Service, asked: AskedGrammar) -> int:
@@ -194,31 +211,32 @@ async def _made(http: HttpRequest, service: Service, asked: AskedGrammar) -> int
         raise of_lowbit(error) from None
 
 
-def requests_of(
-    model: ServedModel, asked: Asked, left_out: list[str]
+async def requests_of(
+    model: ServedModel, asked: Asked, record: Record, left_out: list[str], ask: Ask
 ) -> tuple[list[Request], AskedGrammar | None]:
     """A checked request for every prompt, without constraint, and the grammar for one.
 
-    `left_out` as in `encode`.
+    `left_out` and `ask` as in `encode`.
 
     Raises:
         RequestError, ApiError: a prompt cannot be run, or a value is out of range.
     """
     if asked.messages:
-        prompt = encode(model, asked, left_out)
+        prompt = await encode(model, asked, left_out, ask)
         tokenizer, format = model.tokenizer, asked.format
         grammar = asked_grammar(tokenizer, prompt, format, asked.choice, asked.tool)
-        return [_with_options(model, prompt, asked)], grammar
+        return [_with_options(model, prompt, asked, record)], grammar
     grammar = None if asked.format is None else grammar_of_format(asked.format)
-    prompts = [Request(tuple(ids)) for ids in asked.prompts]
-    return [_with_options(model, each, asked) for each in prompts], grammar
+    prompts = [Request(tuple(ids), model.defaults) for ids in asked.prompts]
+    return [_with_options(model, each, asked, record) for each in prompts], grammar
 
 
-def encode(model: ServedModel, asked: Asked, left_out: list[str] | None = None) -> Request:
+async def encode(model: ServedModel, asked: Asked, left_out: list[str], ask: Ask) -> Request:
     """A request with the prompt of messages, and with what tells calls from text.
 
     Args:
         left_out: gets names of what the template refuses and the prompt has in another form.
+        ask: renders the chat template.
 
     Raises:
         RequestError, ApiError: the conversation cannot be rendered, or is too long.
@@ -227,23 +245,24 @@ def encode(model: ServedModel, asked: Asked, left_out: list[str] | None = None) 
     if model.template is None:
         raise invalid("the model has no chat template; use /v1/completions", "messages")
     tools = read_tools(asked.tools) if asked.tools and asked.choice != "none" else ()
-    left_out = [] if left_out is None else left_out
     if tools and asked.choice == "auto" and not knows_tools(model.template):
         tools = ()  # the model may answer without one
         left_out.append("tools")
     messages = [_with_cut_calls_as_text(message) for message in asked.messages]
     try:
-        made = model.prompts.encode_prompt(
+        made = await model.prompts.encode_prompt_later(
             without_data(messages, left_out),
             thinking=asked.thinking,
             tools=tools,
             template_arguments=asked.template_arguments,
             left_out=left_out,
+            ask=ask,
         )
     except TooLongError as error:
         raise TooLongError(str(error), hint=f"the context is {model.context} tokens") from None
     return Request(
         tuple(made.ids),
+        model.defaults,
         images=made.images,
         begin=output_start(made.ids, model.tokenizer),
         tools=tools,
@@ -284,7 +303,9 @@ def can_switch_thinking(model: ServedModel) -> bool:
     return model.template is not None and THINKING in model.template.source
 
 
-def _with_options(model: ServedModel, request: Request, asked: Asked) -> Request:
+def _with_options(
+    model: ServedModel, request: Request, asked: Asked, record: Record
+) -> Request:
     for index, id in enumerate(asked.stop_ids):
         if not 0 <= id < model.limits.vocabulary:
             where = f"stop_token_ids[{index}]"
@@ -300,6 +321,8 @@ def _with_options(model: ServedModel, request: Request, asked: Asked) -> Request
             message_ends=model.stop_ids,
             prompt_logprobs=asked.prompt_logprobs,
             stops=asked.stops,
+            calls_in_pieces=record.stream,
+            client=record.client,
         )
         return model.limits.check(found)
     except SettingError as error:
@@ -342,7 +365,7 @@ def _bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple(pairs)
 
 
-def parse(raw: bytes, schema: type[Schema]) -> Schema:
+def parse(raw: bytes, schema: type[OfModel]) -> OfModel:
     """Check the bytes of a body against a schema; errors as in `read_body`."""
     try:
         content = loads(raw, nan=False)
@@ -363,6 +386,14 @@ async def _read(http: HttpRequest, pending: PendingBodies, most: int) -> bytes:
     declared = http.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > most:
         raise _too_large(most)
+    if has_come(http.receive):
+        message = await http.receive()  # which does not wait
+        if message["type"] == "http.disconnect":
+            raise ClientLeftError
+        body: bytes = message["body"]
+        if len(body) > most:
+            raise _too_large(most)
+        return body
     parts: list[bytes] = []
     size, more, began = 0, True, time.perf_counter()
     while more:

@@ -70,15 +70,15 @@ def test_control_tokens_in_a_message_are_text_unless_they_are_allowed(server: Ru
     conversation = Asked(messages=[{"role": "user", "content": forged}])
     end = server.model.tokenizer.token_id("<|im_end|>")
     assert end is not None
-    found = encode(server.service.model, conversation).prompt
+    found = encoded(server.service.model, conversation)
     assert found.count(end) == 1
     assert [*found] == server.model.encode(forged)
     assert server.model.tokenizer.text.decode(found).count("<|im_end|>") == 2
     options = replace(server.model.options, allow_control_tokens=True)
     allowed = replace(server.model, options=options)
     served = replace(server.service.model, prompts=allowed.prompts)
-    assert encode(served, conversation).prompt.count(end) == 2
-    assert allowed.encode(forged) == [*encode(served, conversation).prompt]
+    assert encoded(served, conversation).count(end) == 2
+    assert allowed.encode(forged) == [*encoded(served, conversation)]
     assert server.model.encode(forged, raw=True).count(end) == 1
 
 

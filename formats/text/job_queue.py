@@ -1,0 +1,212 @@
+"""A child process (`worker.py`) whose jobs an event loop awaits, many at a time.
+
+They are written one behind another, so that the child begins the next one by itself, and the loop
+hears of several at once. A thread for each, which waits for its reply, cost a request in company of
+63 others half of its time. A job that ends the child fails; those behind it go to another child.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import threading
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowbit.formats.errors import LowbitError, ResourceError
+from lowbit.formats.text.worker import (
+    MEMORY_BYTES,
+    SECONDS,
+    Library,
+    end_child,
+    error_of_end,
+    line_of,
+    not_started,
+    start_child,
+    value_of,
+)
+
+READ_BYTES = 1 << 16
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    line: bytes
+    reply: asyncio.Future[bytes] | None  # None if nobody waits for it
+
+
+class JobQueue:
+    """Jobs of a child, which is started with the first one; belongs to the event loop."""
+
+    def __init__(
+        self,
+        seconds: float = SECONDS,
+        memory_bytes: int = MEMORY_BYTES,
+        library: Library = "jinja2",
+    ) -> None:
+        """Keep the limits, as `Worker` has them."""
+        self._seconds, self._memory_bytes, self._library = seconds, memory_bytes, library
+        self._loop = asyncio.get_running_loop()
+        self._jobs: deque[_Job] = deque()  # whose replies have not come, in their order
+        self._child: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[[subprocess.Popen[bytes]], JobQueue] | None = None
+        self._input = self._output = -1  # descriptors of the child
+        self._ready = False  # it has reported so
+        self._unsent = bytearray()  # what its pipe has no room for
+        self._waits = False  # for room in the pipe
+        self._parts: list[bytes] = []  # of a reply that has not come whole
+        self._closing = threading.Lock()
+        self._closed = False
+
+    def prepare(self, job: Mapping[str, Any]) -> None:
+        """Begin a job whose result is not needed, such as to compile what later ones use.
+
+        A failure is not reported here; the next `ask` meets it again.
+        """
+        with contextlib.suppress(ResourceError):
+            self._put(_Job(line_of(job, self._seconds), None))
+
+    async def ask(self, job: Mapping[str, Any]) -> Any:
+        """Result of a job; errors as in `Worker.ask`."""
+        return value_of(json.loads(await self._reply(line_of(job, self._seconds))))
+
+    async def ask_from_thread(self, job: Mapping[str, Any]) -> Any:
+        """Result of a job, for `blocking` functions of other threads: it blocks and never waits."""
+        line = line_of(job, self._seconds)
+        with self._closing:  # what is begun before `close` is heard of by it
+            self._check_open()
+            asked = asyncio.run_coroutine_threadsafe(self._reply(line), self._loop)
+        return value_of(json.loads(asked.result()))
+
+    def close(self) -> None:
+        """End the child; whoever waits gets an error."""
+        with self._closing:
+            self._closed = True
+        self._stop()
+        self._fail(self._ended_error())
+
+    async def _reply(self, line: bytes) -> bytes:
+        self._check_open()
+        reply: asyncio.Future[bytes] = self._loop.create_future()
+        self._put(_Job(line, reply))
+        return await reply
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self._ended_error()
+
+    def _ended_error(self) -> ResourceError:
+        return ResourceError(f"the process that runs {self._library} has been ended")
+
+    def _put(self, job: _Job) -> None:
+        if self._child is not None and not self._jobs and self._child.poll() is not None:
+            self._stop()  # killed from outside between two jobs
+        if self._child is None:
+            self._start()
+        self._jobs.append(job)
+        self._unsent += job.line
+        if not self._waits:
+            self._write()
+
+    def _start(self) -> None:
+        child = start_child(self._library, self._memory_bytes)
+        if child.stdin is None or child.stdout is None:
+            raise not_started(self._library, "it has no pipes")
+        self._child, self._ready = child, False
+        self._end = weakref.finalize(self, end_child, child)
+        self._input, self._output = child.stdin.fileno(), child.stdout.fileno()
+        for descriptor in (self._input, self._output):
+            os.set_blocking(descriptor, False)
+        self._loop.add_reader(self._output, self._hear)
+
+    def _stop(self) -> None:
+        """Let go of the child, which has ended or is ended now."""
+        if self._child is None or self._end is None:
+            return
+        self._loop.remove_reader(self._output)
+        if self._waits:
+            self._loop.remove_writer(self._input)
+        self._end()
+        self._child = self._end = None
+        self._waits = False
+        self._unsent.clear()
+        self._parts.clear()
+
+    def _write(self) -> None:
+        """Write what the pipe has room for, and the rest once it has."""
+        try:
+            del self._unsent[: os.write(self._input, self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:  # the child has ended, of which `_hear` hears
+            self._unsent.clear()
+        if bool(self._unsent) is self._waits:
+            return
+        self._waits = not self._waits
+        if self._waits:
+            self._loop.add_writer(self._input, self._write)
+        else:
+            self._loop.remove_writer(self._input)
+
+    def _hear(self) -> None:
+        """Take what the child has written."""
+        try:
+            data = os.read(self._output, READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._replace()
+            return
+        *whole, rest = data.split(b"\n")
+        for part in whole:
+            line = b"".join((*self._parts, part))
+            self._parts.clear()
+            self._take(line)
+        if rest and self._child is not None:
+            self._parts.append(rest)
+
+    def _take(self, line: bytes) -> None:
+        if self._ready:
+            reply = self._jobs.popleft().reply
+            if reply is not None and not reply.done():
+                reply.set_result(line)
+            return
+        self._ready = True
+        reason = json.loads(line).get("message")
+        if reason is not None:
+            self._stop()
+            self._fail(not_started(self._library, reason))
+
+    def _replace(self) -> None:
+        """Fail the job that has ended the child, and give the others to another one."""
+        child, ready = self._child, self._ready
+        self._stop()
+        error = error_of_end(0 if child is None else child.returncode)
+        if not ready:
+            self._fail(not_started(self._library, str(error)))
+        elif self._jobs:
+            _fail_one(self._jobs.popleft(), error)
+        left = [job for job in self._jobs if job.reply is not None and not job.reply.done()]
+        self._jobs.clear()
+        try:
+            for job in left:
+                self._put(job)
+        except LowbitError as problem:
+            self._jobs = deque(left)
+            self._fail(problem)
+
+    def _fail(self, error: Exception) -> None:
+        """Fail all jobs."""
+        while self._jobs:
+            _fail_one(self._jobs.popleft(), error)
+
+
+def _fail_one(job: _Job, error: Exception) -> None:
+    if job.reply is not None and not job.reply.done():
+        job.reply.set_exception(error)
