@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
@@ -36,6 +36,7 @@ log = logging.getLogger("lowbit.serve")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 APIS = (chat, completions, responses, messages, status, tokens, page, docs)
 BODIES = (
     *(chat.ChatBody, completions.CompletionBody, responses.ResponsesBody),
@@ -46,7 +47,7 @@ HANDLED = (ApiError, LowbitError, HTTPException, RequestValidationError, ClientL
 CLIENT_LEFT = 499  # nginx's status for a client that left; nobody reads the response
 
 
-def build_app(service: Service) -> FastAPI:
+def build_app(service: Service) -> App:
     """Build the application that serves a model."""
 
     @asynccontextmanager
@@ -70,21 +71,16 @@ def build_app(service: Service) -> FastAPI:
     app.openapi = partial(_document, app)  # type: ignore[method-assign]
     for kind in HANDLED:
         app.add_exception_handler(kind, _failed)
-    direct = {
-        route.path: route
-        for api in APIS
-        for route in api.router.routes
-        if isinstance(route, DirectRoute) and route.methods == {"POST"}
-    }
-    app.add_middleware(Outermost, service=service, direct=direct)
-    if service.settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(service.settings.cors_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-        )
-    return app
+    app.add_middleware(Outermost, service=service)
+    front = Front(app, service)
+    if not service.settings.cors_origins:
+        return front
+    return CORSMiddleware(
+        front,
+        allow_origins=list(service.settings.cors_origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+    )
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
@@ -115,21 +111,53 @@ def _shown(request: HttpRequest, error: Exception) -> ApiError:
     return ApiError(400, str(error))
 
 
+class Front:
+    """The whole application: direct routes are called below `Outermost`, all else by FastAPI.
+
+    FastAPI's layers, which look for the route, handle errors and pass each event on, take a tenth
+    of a request.
+    """
+
+    def __init__(self, app: FastAPI, service: Service) -> None:
+        """Wrap an application that has `Outermost` around it."""
+        self._app = app
+        self._routes = {
+            route.path: route
+            for api in APIS
+            for route in api.router.routes
+            if isinstance(route, DirectRoute) and route.methods == {"POST"}
+        }
+        self._outermost = Outermost(self._direct, service)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or run the application's life."""
+        direct = scope.get("method") == "POST" and scope["path"] in self._routes
+        await (self._outermost if direct else self._app)(scope, receive, send)
+
+    async def _direct(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the endpoint of a direct route; errors are answered as FastAPI does."""
+        route = scope["route"] = self._routes[scope["path"]]
+        scope["app"] = self._app
+        http = HttpRequest(scope, receive, send)
+        try:
+            response: Response = await route.endpoint(http)
+            await response(scope, receive, send)
+        except HANDLED as error:
+            if record_of(http).status:
+                raise RuntimeError("an error came when the response had begun") from error
+            response = await _failed(http, error)
+            await response(scope, receive, send)
+
+
 class Outermost:
     """Outermost layer: checks the key, counts, logs, and answers 500 to a bug, without details.
 
-    A HEAD is answered like a GET; the connection leaves its body out. Direct routes are called from
-    here: the layers below, which look for the route and handle errors, took a tenth of a request.
+    A HEAD is answered like a GET; the connection leaves its body out.
     """
 
-    def __init__(
-        self,
-        app: Callable[..., Awaitable[None]],
-        service: Service,
-        direct: Mapping[str, DirectRoute],
-    ) -> None:
-        """Wrap an application; `direct` has routes of POST by their paths."""
-        self._app, self._service, self._direct = app, service, direct
+    def __init__(self, app: App, service: Service) -> None:
+        """Wrap an application."""
+        self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -139,14 +167,12 @@ class Outermost:
         service = self._service
         client = client_of(scope)
         record = scope["lowbit.record"] = Record(client, id_of(scope["headers"]))
-        status = 0
         path = scope["path"]
         asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
         async def noting(message: MutableMapping[str, Any]) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                record.status = message["status"]
                 message = {**message, "headers": [*message.get("headers", ()), *record.headers]}
             await send(message)
 
@@ -156,23 +182,9 @@ class Outermost:
             check_access(path, scope["headers"], scope["http_version"], service.settings)
             if path.endswith("\n"):  # the end of a route's pattern matches before it
                 raise ApiError(404, f"{scope['method']} {cut(path)}: Not Found")
-            route = None
             if scope["method"] == "POST":
                 service.check_pending(client)
-                route = self._direct.get(path)
-            if route is None:
-                await self._app(asked, receive, noting)
-                return
-            scope["route"] = route
-            http = HttpRequest(scope, receive, noting)
-            try:
-                response = await route.endpoint(http)
-                await response(scope, receive, noting)
-            except HANDLED as error:
-                if status:
-                    raise RuntimeError("an error came when the response had begun") from error
-                response = await _failed(http, error)
-                await response(scope, receive, noting)
+            await self._app(asked, receive, noting)
         except ApiError as error:
             record.error = error.message
             await error.response(path)(scope, receive, noting)
@@ -180,7 +192,7 @@ class Outermost:
             raise
         except BaseException:  # those of libraries in Rust are no Exceptions
             log.exception("%s %s failed", scope["method"], cut(path))
-            if status:
+            if record.status:
                 raise
             # It tells nothing about the machine; the log has the rest.
             bug = ApiError(500, "the server failed; its log says why", "server_error")
@@ -190,8 +202,8 @@ class Outermost:
             service.clients[client] -= 1
             if not service.clients[client]:
                 del service.clients[client]
-            place = getattr(asked.get("route"), "path", "other")
-            self._count(scope, record, place, status or CLIENT_LEFT)
+            route = getattr(asked.get("route"), "path", "other")
+            self._count(scope, record, route, record.status or CLIENT_LEFT)
 
     def _count(self, scope: Scope, record: Record, route: str, status: int) -> None:
         metrics = self._service.metrics

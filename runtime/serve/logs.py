@@ -34,6 +34,7 @@ class Record:
     short: bool = False  # its body is one that the event loop prepares
     # Time of its first byte, by `time.perf_counter`
     started: float = field(default_factory=time.perf_counter)
+    status: int = 0  # of the response, once it has begun
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
@@ -147,6 +148,7 @@ def id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 MOST_WAITING_BYTES = 1 << 20  # of lines that are not written yet
 FLUSH_S = 1.0
+GATHER_S = 0.01  # of further lines, which are written together: to wake a thread costs as much as two
 LOGGERS = (
     ("lowbit.serve", logging.INFO),
     ("uvicorn.error", logging.WARNING),
@@ -157,9 +159,13 @@ LOGGERS = (
 class Line(logging.Formatter):
     """Format a line as time and message; control characters that clients sent become escapes."""
 
+    _second, _time = 0, ""  # of the last line
+
     def format(self, record: logging.LogRecord) -> str:
         """One line, and the traceback below it if there is one."""
-        text = f"{self.formatTime(record, '%H:%M:%S')} {printable(record.getMessage())}"
+        if int(record.created) != self._second:
+            self._second, self._time = int(record.created), self.formatTime(record, "%H:%M:%S")
+        text = f"{self._time} {printable(record.getMessage())}"
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
         return text
@@ -188,11 +194,12 @@ class ThreadedHandler(logging.Handler):
             if self._bytes and self._bytes + len(line) > MOST_WAITING_BYTES:
                 self._dropped += 1
                 return
+            if not self._waiting:  # else the thread has been told
+                self._changed.notify_all()
             if self._dropped:
                 self._append(b"%d lines of the log were dropped here\n" % self._dropped)
                 self._dropped = 0
             self._append(line)
-            self._changed.notify_all()
 
     def flush(self) -> None:
         """Wait until every line is written, a second at most."""
@@ -207,20 +214,25 @@ class ThreadedHandler(logging.Handler):
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting)
-                line = self._waiting.popleft()
-            left = line
-            try:
-                while left:
-                    left = left[os.write(self._descriptor, left) :]
-            except OSError:  # the reader is gone, and no place is left to say so
-                pass
+            time.sleep(GATHER_S)
             with self._changed:
-                self._bytes -= len(line)
-                self._changed.notify_all()
+                left = b"".join(self._waiting)
+                self._waiting.clear()
+            while left:
+                try:
+                    count = os.write(self._descriptor, left)
+                except OSError:  # the reader is gone, and no place is left to say so
+                    count = len(left)
+                left = left[count:]
+                with self._changed:
+                    self._bytes -= count
+                    self._changed.notify_all()
 
 
 def set_up_logs() -> None:
     """Write the messages of the server, of uvicorn and of asyncio to stderr."""
+    # No line says these, and to look them up takes a third of its time.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = _handler()
     handler.setFormatter(Line())
     for name, level in LOGGERS:

@@ -10,7 +10,9 @@ still sending may send on for a while, or it would see a broken connection and n
 import asyncio
 import json
 import logging
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from lowbit.runtime.serve.settings import MOST_DROPPED_BYTES, MOST_HEAD_BYTES
 log = logging.getLogger("lowbit.serve")
 PART_BYTES = 16 << 10  # parsed at once, so that one read exceeds a limit by no more
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+MOST_STARTS = 8  # requests in one turn of the event loop
 FIRST_PROBE_S = 0.05
 LONGEST_PROBE_S = 5.0
 
@@ -71,17 +74,45 @@ def has_come(receive: Callable[..., Any]) -> bool:
     return isinstance(cycle, RequestResponseCycle) and not cycle.more_body
 
 
+class Starts:
+    """Requests that are about to start, a few in each turn of the event loop.
+
+    Of many that come together the first ones are then at the engine while the others are read, and
+    answers under way are written in between.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a request."""
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def add(self, start: Callable[[], None]) -> None:
+        """Start a request in its turn."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._turn)
+        self._waiting.append(start)
+
+    def _turn(self) -> None:
+        for _ in range(min(len(self._waiting), MOST_STARTS)):
+            self._waiting.popleft()()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._turn)
+
+
 class TimedProtocol(HttpToolsProtocol):
     """Uvicorn's protocol, with limits of the time and size of requests."""
 
-    def __init__(self, *args: Any, head_s: float, stalled_s: float, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, head_s: float, stalled_s: float, starts: Starts, **options: Any
+    ) -> None:
         """Prepare for a connection.
 
         Args:
             head_s: seconds in which the headers of a request must come.
             stalled_s: seconds in which a client must read some of a full send buffer.
+            starts: of all connections.
         """
         super().__init__(*args, **options)
+        self._starts = starts
         self._head_s, self._stalled_s = head_s, stalled_s
         self._head_timer: asyncio.TimerHandle | None = None
         self._stalled_timer: asyncio.TimerHandle | None = None
@@ -199,7 +230,7 @@ class TimedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        self._starts.add(partial(super()._start_asgi_task, cycle, app))
 
     def _parse(self) -> None:
         """Parse the bytes that have come, until a request waits for the one before it."""

@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
 
 from lowbit.formats.errors import ResourceError
-from lowbit.runtime.serve.protocol import TimedProtocol
+from lowbit.runtime.serve.app import App
+from lowbit.runtime.serve.protocol import Starts, TimedProtocol
 from lowbit.runtime.serve.service import Service
 from lowbit.runtime.serve.settings import SWITCH_S
 
@@ -86,12 +86,15 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, app: FastAPI, service: Service, on_start: Callable[[], None] = lambda: None
+        self, app: App, service: Service, on_start: Callable[[], None] = lambda: None
     ) -> None:
         """Prepare to serve."""
         settings = service.settings
         protocol: Any = partial(  # called like the class that uvicorn expects
-            TimedProtocol, head_s=settings.head_timeout_s, stalled_s=settings.request_timeout_s
+            TimedProtocol,
+            head_s=settings.head_timeout_s,
+            stalled_s=settings.request_timeout_s,
+            starts=Starts(),
         )
         config = uvicorn.Config(
             app,

@@ -1,7 +1,7 @@
 """The way from a request to its answers: read, check, prepare, begin.
 
-Short requests are prepared on the event loop, without a wait but for the chat template, so that they
-are at the engine one behind another; threads prepare the others.
+Short requests are prepared on the event loop, without a wait but for the chat template, so that one
+is at the engine while the next is read; threads prepare the others.
 """
 
 import time
@@ -303,9 +303,7 @@ def can_switch_thinking(model: ServedModel) -> bool:
     return model.template is not None and THINKING in model.template.source
 
 
-def _with_options(
-    model: ServedModel, request: Request, asked: Asked, record: Record
-) -> Request:
+def _with_options(model: ServedModel, request: Request, asked: Asked, record: Record) -> Request:
     for index, id in enumerate(asked.stop_ids):
         if not 0 <= id < model.limits.vocabulary:
             where = f"stop_token_ids[{index}]"

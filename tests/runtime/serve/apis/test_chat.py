@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from lowbit.formats.text.worker import blocking
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Generation
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.request.forms import AnswerFormat, asked_grammar, schema_format
 from lowbit.runtime.serve.request.prepare import Asked, encode
+from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.text.tools import read_tools
 from tests.runtime.serve.conftest import NAME, Running
 from tests.runtime.serve.sdks import openai_client
@@ -32,6 +34,11 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "description": "d", "parameters": PLACE}}
     for name in ("get_weather", "get_traffic")
 ]
+
+
+def encoded(model: ServedModel, asked: Asked) -> tuple[int, ...]:
+    assert model.template is not None
+    return blocking(encode)(model, asked, [], model.template.worker.ask_blocking).prompt
 
 
 @pytest.fixture
