@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from lowbit.formats.layout import rtn
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.text import tokenizer
+from lowbit.formats.text.job_queue import JobQueue
 from lowbit.formats.text.template import ChatTemplate
 from tests.hub_server import HubServer
 from tests.known_scales import Scales
@@ -117,6 +118,7 @@ def _no_process_ahead() -> Iterator[None]:
     """A template's process starts with the first rendering; most models are loaded without one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChatTemplate, "prepare", lambda template: None)
+        patch.setattr(JobQueue, "prepare", lambda queue, job: None)
         yield
 
 

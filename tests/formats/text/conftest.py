@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from lowbit.formats.text.job_queue import JobQueue
 from lowbit.formats.text.template import ChatTemplate
 from lowbit.formats.text.worker import Worker
 
-PREPARE = ChatTemplate.prepare  # as it is, before the session leaves it out
+# As they are, before the session leaves them out
+PREPARE, PREPARE_QUEUE = ChatTemplate.prepare, JobQueue.prepare
 MODEL = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
 ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
@@ -18,6 +20,7 @@ ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": F
 @pytest.fixture(autouse=True)
 def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ChatTemplate, "prepare", PREPARE)
+    monkeypatch.setattr(JobQueue, "prepare", PREPARE_QUEUE)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,158 @@
+"""A child whose jobs an event loop awaits: order, limits, other threads, ends of the child."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from lowbit.formats.errors import ResourceError
+from lowbit.formats.text.job_queue import JobQueue
+from lowbit.formats.text.worker import MEMORY_BYTES, SECONDS, Library, WorkerError, blocking
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def job(source: str, most: int = 10**7) -> dict[str, Any]:
+    return {"do": "render", "source": source, "values": {}, "most": most}
+
+
+def run(
+    work: Callable[[JobQueue], Awaitable[None]],
+    seconds: float = SECONDS,
+    library: Library = "jinja2",
+) -> None:
+    async def closing() -> None:
+        queue = JobQueue(seconds, MEMORY_BYTES, library)
+        try:
+            await work(queue)
+        finally:
+            queue.close()
+
+    asyncio.run(closing())
+
+
+async def kinds(queue: JobQueue, *sources: str) -> list[str]:
+    """Results of jobs that are asked for together, or the kinds of their errors."""
+    asked = (queue.ask(job(source, 1000)) for source in sources)
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    return [each.kind if isinstance(each, WorkerError) else str(each) for each in found]
+
+
+def pid_of(queue: JobQueue) -> int:
+    assert queue._child is not None
+    return queue._child.pid
+
+
+def test_jobs_are_answered_in_their_order() -> None:
+    async def work(queue: JobQueue) -> None:
+        queue.prepare({"do": "compile", "source": "{% if %}"})  # its failure is nobody's
+        found = await kinds(queue, "{{ 1 + 1 }}", "{% if %}", "{{ 1 / 0 }}", "{{ 'ab' * 501 }}")
+        assert found == ["2", "syntax", "failed", "output"]
+        numbers = [str(number) for number in range(200)]
+        assert await kinds(queue, *numbers) == numbers
+
+    run(work)
+
+
+def test_jobs_behind_one_that_ends_the_child_go_to_another() -> None:
+    async def work(queue: JobQueue) -> None:
+        [first] = await kinds(queue, "first")
+        child = pid_of(queue)
+        assert await kinds(queue, "a", ENDLESS, "b", ENDLESS, "c") == [
+            "a",
+            "time",
+            "b",
+            "time",
+            "c",
+        ]
+        assert first == "first"
+        assert pid_of(queue) != child
+
+    run(work, seconds=0.3)
+
+
+def test_a_child_that_was_killed_between_two_jobs_is_replaced() -> None:
+    async def work(queue: JobQueue) -> None:
+        assert await kinds(queue, "a") == ["a"]
+        os.kill(pid_of(queue), signal.SIGKILL)
+        os.waitid(os.P_PID, pid_of(queue), os.WEXITED | os.WNOWAIT)
+        assert await kinds(queue, "b") == ["b"]
+
+    run(work)
+
+
+def test_jobs_and_results_may_be_larger_than_a_pipe() -> None:
+    text = "äx" * 300_000
+
+    async def work(queue: JobQueue) -> None:
+        asked = [queue.ask({**job("{{ text }}" + str(n)), "values": {"text": text}}) for n in "ab"]
+        assert await asyncio.gather(*asked) == [text + "a", text + "b"]
+
+    run(work)
+
+
+def test_nobody_waits_for_a_job_that_was_given_up() -> None:
+    async def work(queue: JobQueue) -> None:
+        given_up = asyncio.ensure_future(queue.ask(job("a")))
+        later = asyncio.ensure_future(queue.ask(job("b")))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        assert await later == "b"
+
+    run(work)
+
+
+def test_other_threads_ask_too() -> None:
+    async def work(queue: JobQueue) -> None:
+        loop, ask = asyncio.get_running_loop(), blocking(queue.ask_from_thread)
+        with ThreadPoolExecutor(4) as threads:
+            asked = [loop.run_in_executor(threads, ask, job(f"{n}")) for n in range(40)]
+            assert await asyncio.gather(*asked) == [str(n) for n in range(40)]
+            with pytest.raises(WorkerError, match="division"):
+                await loop.run_in_executor(threads, ask, job("{{ 1 / 0 }}"))
+            with pytest.raises(TypeError):
+                await loop.run_in_executor(threads, ask, {"values": object()})
+
+    run(work)
+
+
+def test_the_end_of_the_queue_ends_all_jobs() -> None:
+    async def work(queue: JobQueue) -> None:
+        loop, ask = asyncio.get_running_loop(), blocking(queue.ask_from_thread)
+        with ThreadPoolExecutor(1) as threads:
+            waiting = asyncio.ensure_future(queue.ask(job(ENDLESS)))
+            beside = loop.run_in_executor(threads, ask, job("b"))
+            while len(queue._jobs) < 2:
+                await asyncio.sleep(0)
+            child = queue._child
+            queue.close()
+            for each in (waiting, beside, queue.ask(job("c"))):
+                with pytest.raises(ResourceError, match="has been ended"):
+                    await each
+            with pytest.raises(ResourceError, match="has been ended"):
+                await loop.run_in_executor(threads, ask, job("d"))
+        assert child is not None
+        assert child.returncode is not None
+
+    run(work)
+
+
+def test_a_library_that_cannot_be_imported_is_an_error_of_every_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lowbit.formats.text.worker.sys.path", [])
+
+    async def work(queue: JobQueue) -> None:
+        for found in await kinds(queue, "a", "b"):
+            assert found.startswith("the process that runs tokenizers cannot start: ")
+
+    run(work, library="tokenizers")
+
+
+def test_a_coroutine_that_waits_is_no_blocking_function() -> None:
+    with pytest.raises(RuntimeError, match="sleep waits"):
+        blocking(asyncio.sleep)(0.0)
