@@ -99,19 +99,26 @@ class Answers:
         self._deltas.append(delta)
         self._wake()
 
-    async def take(self) -> Sequence[Delta]:
-        """Wait for the next deltas, at least one; those that waited for their reader are joined.
+    async def take(self, patience_s: float | None = None) -> Sequence[Delta]:
+        """Wait for the next deltas; those that waited for their reader are joined.
+
+        Args:
+            patience_s: longest wait, after which there are none; None for at least one delta.
 
         Raises:
             ClientLeftError: the client has left.
             ApiError: an answer failed, or the request takes too long.
         """
         if not self._deltas and not (self._left or self._late):
-            self._waiter = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = None if patience_s is None else loop.call_later(patience_s, self._wake)
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+                if timer is not None:
+                    timer.cancel()
         deltas, self._deltas = self._deltas, []
         if self._left:
             raise ClientLeftError
@@ -295,14 +302,11 @@ class EventStream(Response):
     async def _first(self, send: Send) -> Sequence[Delta]:
         """Wait for the first deltas and send the headers."""
         while True:
-            try:
-                async with asyncio.timeout(PATIENCE_S):
-                    deltas = await self._answers.take()
-                await self._begin(send)
+            deltas = await self._answers.take(PATIENCE_S)
+            await self._begin(send)
+            if deltas:
                 return deltas
-            except TimeoutError:
-                await self._begin(send)
-                await self._send(send, b": waiting\n\n")
+            await self._send(send, b": waiting\n\n")
 
     async def _begin(self, send: Send) -> None:
         if not self._begun:
