@@ -1,26 +1,35 @@
-"""CPU time of a server's HTTP side for each streamed token, without a model.
+"""CPU time of a server's HTTP side for each streamed token and each request, without a model.
 
 Run: python examples/benchmarks/bench_http.py [--clients 1,64,256] [--new 300] [--step-ms 7]
+    python examples/benchmarks/bench_http.py --burst 64 [--rounds 20] [--words 110]
 A stub stands for the engine: every step it has a token for each answer. What the HTTP side cannot
-carry shows as events of several tokens. Clients, stub and server share the cores of this machine.
+carry shows as events of several tokens. In a burst all requests are sent at once, of token ids and
+then of chats, and each is answered with one token as soon as it is there. Clients, stub and server
+share the cores of this machine.
 """
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import socket
+import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
+from random import Random
 
 import click
 
 from lowbit.runtime.engine.request import Limits
 from lowbit.runtime.lab.http_load.bench import bench_server
 from lowbit.runtime.lab.http_load.clients import OfferedLoad
-from lowbit.runtime.lab.http_load.connection import address_of
+from lowbit.runtime.lab.http_load.connection import Connection, address_of
+from lowbit.runtime.lab.http_load.requests import PATHS, Api, RequestShape, request_body
 from lowbit.runtime.lab.http_load.result import LatencyLimits
 from lowbit.runtime.lab.http_load.server import RequestSettings
 from lowbit.runtime.serve.link.channel import Channel
@@ -75,14 +84,26 @@ async def stub(channel: Channel[ToEngine], step_s: float) -> None:
     running.cancel()
 
 
-def engine(sock: socket.socket, step_s: float) -> None:
-    """The stub's process."""
-    asyncio.run(stub(Channel(sock, ToEngine), step_s))
+async def hasty_stub(channel: Channel[ToEngine], times: Pipe) -> None:
+    """Answer every request with one token at once, and tell when it came."""
+    channel.send(FACTS)
+    async for message in channel.receive():
+        if isinstance(message, Begin):
+            times.send(time.perf_counter())
+            ends = [More(number, ended=True) for number in message.numbers]
+            channel.send(Step(message.numbers, [[IDS[0]] for _ in ends], ends))
+
+
+def engine(sock: socket.socket, step_s: float, times: Pipe | None) -> None:
+    """The stub's process; in a burst it has a pipe for the times."""
+    channel = Channel[ToEngine](sock, ToEngine)
+    asyncio.run(stub(channel, step_s) if times is None else hasty_stub(channel, times))
 
 
 def serve(sock: socket.socket, listening: socket.socket) -> None:
     """The HTTP side's process."""
     from lowbit.runtime.serve.app import build_app
+    from lowbit.runtime.serve.logs import set_up_logs
     from lowbit.runtime.serve.served_model import load_prompts, served_model
     from lowbit.runtime.serve.server import Server
     from lowbit.runtime.serve.service import Service
@@ -91,11 +112,15 @@ def serve(sock: socket.socket, listening: socket.socket) -> None:
     settings = ServeSettings(("stub",), queue=SEQUENCES, client_sequences=SEQUENCES)
     model = served_model(FACTS, load_prompts(FACTS))
     service = Service(model, settings, Channel[FromEngine](sock, FromEngine))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    set_up_logs()  # the lines of requests are part of their time
+    gc.collect()
+    gc.freeze()  # as the command does
     Server(build_app(service), service).run([listening])
 
 
 @contextmanager
-def server(step_s: float) -> Iterator[tuple[str, int]]:
+def server(step_s: float, times: Pipe | None = None) -> Iterator[tuple[str, int]]:
     """Address of a server in front of a stub, and the number of its process."""
     from lowbit.runtime.serve.server import listen
 
@@ -103,7 +128,7 @@ def server(step_s: float) -> Iterator[tuple[str, int]]:
     ours, theirs = socket.socketpair()
     with listen("127.0.0.1", 0) as listening:
         made = [
-            context.Process(target=engine, args=(theirs, step_s)),
+            context.Process(target=engine, args=(theirs, step_s, times)),
             context.Process(target=serve, args=(ours, listening)),
         ]
         for process in made:
@@ -120,16 +145,95 @@ def server(step_s: float) -> Iterator[tuple[str, int]]:
 
 def cpu_s(pid: int) -> float:
     """Seconds of the processor that a process has taken."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((each / "schedstat").read_text().split()[0]) for each in tasks) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """Requests that were sent at once."""
+
+    arrived_ms: Sequence[float]  # at the engine, ascending
+    first_ms: Sequence[float]  # first bytes at the client, ascending
+    cpu_ms: float  # of the HTTP side, for each request
+
+
+async def one_burst(
+    connections: Sequence[Connection], requests: Sequence[bytes], pid: int, times: Pipe
+) -> Burst:
+    """Send requests at once, and wait for their ends."""
+    first: list[float] = []
+
+    async def ask(connection: Connection, request: bytes) -> None:
+        came: list[float] = []
+        await connection.ask(request, lambda _, at: came.append(at))
+        first.append(came[0])
+
+    before, begun = cpu_s(pid), time.perf_counter()
+    await asyncio.gather(*map(ask, connections, requests))
+    arrived = [times.recv() for _ in requests]
+    await asyncio.sleep(0.05)  # for the log and the like, which count too
+    took = cpu_s(pid) - before
+    arrived_ms, first_ms = (
+        sorted((each - begun) * 1e3 for each in found) for found in (arrived, first)
+    )
+    return Burst(arrived_ms, first_ms, took / len(requests) * 1e3)
+
+
+async def bursts(
+    url: str, pid: int, times: Pipe, api: Api, width: int, words: int, count: int
+) -> list[Burst]:
+    """The bursts of an API, behind three that warm up."""
+    shape = RequestShape("stub", api, 1024, words, token_ids=api == "completions")
+    address, random = address_of(url), Random(0)
+    connections = [Connection(address, time.perf_counter) for _ in range(width)]
+    found = []
+    for _ in range(3 + count):
+        made = [address.request(PATHS[api], request_body(shape, random)) for _ in connections]
+        found.append(await one_burst(connections, made, pid, times))
+    for each in connections:
+        each.close()
+    return found[3:]
+
+
+def show_bursts(width: int, rounds: int, words: int) -> None:
+    """Print medians of bursts."""
+    apis: tuple[Api, ...] = ("completions", "chat")
+    times, theirs = multiprocessing.get_context("spawn").Pipe(duplex=False)
+    with server(0.0, theirs) as (url, pid):
+        for api in apis:
+            found = asyncio.run(bursts(url, pid, times, api, width, words, rounds))
+            half, most = width // 2, width - 1 - width // 20
+            cpu = statistics.median(each.cpu_ms for each in found)
+            early, last = (
+                statistics.median(each.arrived_ms[at] for each in found) for at in (0, -1)
+            )
+            p50, p95 = (
+                statistics.median(each.first_ms[at] for each in found) for at in (half, most)
+            )
+            least = min(each.cpu_ms for each in found)
+            print(
+                f"{width} {api} at once: HTTP side {cpu:.2f} ms a request (least {least:.2f}), at "
+                f"the engine after {early:.0f} to {last:.0f} ms, first token p50 {p50:.0f} ms, p95 "
+                f"{p95:.0f} ms",
+                flush=True,
+            )
 
 
 @click.command()
 @click.option("--clients", default="1,64,256", show_default=True, help="Numbers of clients.")
 @click.option("--new", default=300, show_default=True, help="Tokens of an answer.")
 @click.option("--step-ms", default=7.0, show_default=True, help="Milliseconds between two steps.")
-def main(clients: str, new: int, step_ms: float) -> None:
+@click.option("--burst", type=int, help="Requests that are sent at once, in place of the clients.")
+@click.option("--rounds", default=20, show_default=True, help="Bursts.")
+@click.option("--words", default=110, show_default=True, help="Words or ids of a burst's prompts.")
+def main(
+    clients: str, new: int, step_ms: float, burst: int | None, rounds: int, words: int
+) -> None:
     """Measure the HTTP side of a server."""
+    if burst is not None:
+        show_bursts(burst, rounds, words)
+        return
     asked = RequestSettings(model=None, prompt_tokens=8, new_tokens=new, token_ids=True)
     counts = [1, *map(int, clients.split(","))]  # the first one begins when all is imported
     with server(step_ms / 1e3) as (url, pid):

@@ -19,8 +19,8 @@ MOST_BODY_BYTES = 8 << 20  # a prompt of a million tokens takes 5 MB
 MOST_IMAGE_BODY_BYTES = 64 << 20  # for a model that takes images
 MOST_DROPPED_BYTES = 32 * MOST_BODY_BYTES  # that a client may still send when it has its answer
 THREAD_BODY_BYTES = 64 << 10  # longer bodies are parsed apart from the event loop
-# Shorter ones are prepared on the event loop, where their tokens take 1 ms at most: a thread's turn
-# would take more in company.
+# Shorter ones without schemas are prepared on the event loop, where their tokens take 1 ms at most:
+# a thread's turn would take more in company.
 SHORT_BODY_BYTES = 4 << 10
 MOST_MESSAGES = 4096
 MOST_PARTS = 4096  # of a message's content

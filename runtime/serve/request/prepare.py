@@ -1,7 +1,7 @@
 """The way from a request to its answers: read, check, prepare, begin.
 
-Short requests are prepared on the event loop, without a wait but for the chat template, so that one
-is at the engine while the next is read; threads prepare the others.
+Short requests without schemas are prepared on the event loop, with no wait but for the chat
+template, so that one is at the engine while the next is read; threads prepare the others.
 """
 
 import time
@@ -49,6 +49,13 @@ from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.chat import output_start
 from lowbit.runtime.text.tools import form_of, knows_tools, read_json, read_tools
 
+# Fields with schemas or grammars, which may take long to prepare however short they are
+WITH_SCHEMAS = frozenset(
+    (
+        *("tools", "response_format", "structured_outputs", "text", "output_config"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    )
+)
 OfModel = TypeVar("OfModel", bound=ModelBody)
 ForAnswers = TypeVar("ForAnswers", bound=AnswerBody)
 Result = TypeVar("Result")
@@ -104,7 +111,11 @@ async def read_request(http: HttpRequest, schema: type[OfModel]) -> tuple[Servic
         return body
 
     body = parsed() if len(raw) <= THREAD_BODY_BYTES else await service.in_thread(parsed)
-    record_of(http).short = len(raw) <= SHORT_BODY_BYTES and not body.shows_images
+    record_of(http).short = (
+        len(raw) <= SHORT_BODY_BYTES
+        and not body.shows_images
+        and body.model_fields_set.isdisjoint(WITH_SCHEMAS)
+    )
     service.check_model(body.model)
     return service, body
 
