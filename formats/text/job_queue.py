@@ -72,7 +72,8 @@ class JobQueue:
 
     async def ask(self, job: Mapping[str, Any]) -> Any:
         """Result of a job; errors as in `Worker.ask`."""
-        return value_of(json.loads(await self._reply(line_of(job, self._seconds))))
+        line = await self._reply(line_of(job, self._seconds))
+        return value_of(json.loads(line.decode()))
 
     async def ask_from_thread(self, job: Mapping[str, Any]) -> Any:
         """Result of a job, for `blocking` functions of other threads: it blocks and never waits."""

@@ -148,7 +148,9 @@ def id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 MOST_WAITING_BYTES = 1 << 20  # of lines that are not written yet
 FLUSH_S = 1.0
-GATHER_S = 0.01  # of further lines, which are written together: to wake a thread costs as much as two
+GATHER_S = (
+    0.01  # of further lines, which are written together: to wake a thread costs as much as two
+)
 LOGGERS = (
     ("lowbit.serve", logging.INFO),
     ("uvicorn.error", logging.WARNING),

@@ -37,9 +37,9 @@ class ControlTokens:
 
     def held_by(self, text: str) -> bool:
         """True if a text spells one of them."""
-        if self.others.search(text) is not None:
+        if self.others.pattern != NOTHING and self.others.search(text) is not None:
             return True
-        return any(found[0] in self.texts for found in self.shaped.finditer(text))
+        return "<" in text and any(found[0] in self.texts for found in self.shaped.finditer(text))
 
     def marked(self, value: Any, mark: str, but: Collection[str] = ()) -> Any:
         """Plain JSON with the mark behind the first character of every control token.

@@ -76,7 +76,7 @@ class Body(BaseModel):
         if not isinstance(value, dict):
             return value
         keys = value.keys()
-        if any(isinstance(value[name], float) for name in cls.INTEGERS & keys):
+        if cls.INTEGERS and float in map(type, value.values()):
             value = {name: cls._whole(name, each) for name, each in value.items()}
             keys = value.keys()
         if keys <= cls.KNOWN and cls.NEUTRAL.keys().isdisjoint(keys):
