@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,14 +21,14 @@ def job(source: str, most: int = 10**7) -> dict[str, Any]:
 
 
 def run(
-    work: Callable[[JobQueue], Awaitable[None]],
+    work: Callable[[JobQueue], Coroutine[Any, Any, None]],
     seconds: float = SECONDS,
     library: Library = "jinja2",
 ) -> None:
     async def closing() -> None:
         queue = JobQueue(seconds, MEMORY_BYTES, library)
         try:
-            await work(queue)
+            await asyncio.wait_for(work(queue), 60)  # a job without an answer would hang
         finally:
             queue.close()
 
