@@ -13,7 +13,7 @@ from lowbit.runtime.serve.apis.messages import MessagesBody
 from lowbit.runtime.serve.apis.responses import ResponsesBody
 from lowbit.runtime.serve.app import BODIES
 from lowbit.runtime.serve.errors import MOST_MESSAGE, MOST_QUOTED, ApiError
-from lowbit.runtime.serve.request.body import Body
+from lowbit.runtime.serve.request.body import ModelBody
 from lowbit.runtime.serve.request.prepare import parse
 from tests.runtime.serve.request.test_fields import LEAST, TURN
 
@@ -27,7 +27,7 @@ PYTHON = re.compile(
 )
 
 
-def refusal_of(raw: bytes, schema: type[Body]) -> ApiError | None:
+def refusal_of(raw: bytes, schema: type[ModelBody]) -> ApiError | None:
     try:
         parse(raw, schema)
     except ApiError as error:
@@ -35,7 +35,7 @@ def refusal_of(raw: bytes, schema: type[Body]) -> ApiError | None:
     return None
 
 
-def refusal(schema: type[Body], **changes: object) -> ApiError:
+def refusal(schema: type[ModelBody], **changes: object) -> ApiError:
     found = refusal_of(json.dumps(LEAST.get(schema, {}) | changes).encode(), schema)
     assert found is not None
     return found
@@ -49,7 +49,7 @@ def field(name: str) -> Callable[[Any], dict[str, Any]]:
     return lambda value: {name: value}
 
 
-PLACES: list[tuple[type[Body], Callable[[Any], dict[str, Any]]]] = [
+PLACES: list[tuple[type[ModelBody], Callable[[Any], dict[str, Any]]]] = [
     *((schema, field(name)) for schema in BODIES for name in sorted(schema.KNOWN)),
     (ChatBody, lambda value: {"messages": [value]}),
     (ChatBody, chat(lambda value: {"role": value})),
@@ -94,7 +94,7 @@ def test_any_value_anywhere_is_refused_in_the_words_of_json() -> None:
     assert refused > 1500
 
 
-LIMITS: list[tuple[type[Body], dict[str, Any], str]] = [
+LIMITS: list[tuple[type[ModelBody], dict[str, Any], str]] = [
     (ResponsesBody, {"input": [TURN] * 5000}, "`input` may have at most 4096 items, got 5000; "),
     (CompletionBody, {"prompt": ["x"] * 1000}, "`prompt` may have at most 128 items, got 1000; "),
     (CompletionBody, {"prompt": [[1]] * 1000}, "`prompt` may have at most 128 items, got 1000; "),
@@ -106,7 +106,7 @@ LIMITS: list[tuple[type[Body], dict[str, Any], str]] = [
     (ChatBody, {"n": 0}, "`n` must be at least 1, got 0"),
     (MessagesBody, {"max_tokens": 0}, "`max_tokens` must be at least 1, got 0"),
 ]
-KINDS: list[tuple[type[Body], dict[str, Any], str]] = [
+KINDS: list[tuple[type[ModelBody], dict[str, Any], str]] = [
     (ChatBody, {"logit_bias": [1]}, "`logit_bias` must be an object, got an array of 1"),
     (ChatBody, {"temperature": True}, "`temperature` must be a number, got true"),
     (ChatBody, {"max_tokens": 5.5}, "`max_tokens` must be an integer, got 5.5"),
@@ -130,7 +130,7 @@ KINDS: list[tuple[type[Body], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("schema", "change", "message"), [*LIMITS, *KINDS])
 def test_messages_say_what_is_expected_and_what_was_found(
-    schema: type[Body], change: dict[str, Any], message: str
+    schema: type[ModelBody], change: dict[str, Any], message: str
 ) -> None:
     assert message in refusal(schema, **change).message
 

@@ -14,13 +14,13 @@ from lowbit.runtime.serve.apis.responses import ResponsesBody
 from lowbit.runtime.serve.apis.tokens import DetokenizeBody, TokenizeBody
 from lowbit.runtime.serve.app import BODIES
 from lowbit.runtime.serve.errors import ApiError
-from lowbit.runtime.serve.request.body import Body
+from lowbit.runtime.serve.request.body import ModelBody
 from lowbit.runtime.serve.request.explain import explained
 from lowbit.runtime.serve.request.prepare import parse
 
 TURN = {"role": "user", "content": "Hi"}
 CHAT = {"model": "m", "messages": [TURN]}
-LEAST: dict[type[Body], dict[str, Any]] = {
+LEAST: dict[type[ModelBody], dict[str, Any]] = {
     ChatBody: CHAT,
     CompletionBody: {"model": "m", "prompt": "Hi"},
     ResponsesBody: {"model": "m", "input": "Hi"},
@@ -28,7 +28,7 @@ LEAST: dict[type[Body], dict[str, Any]] = {
 }
 
 
-def parsed(schema: type[Body], **changes: object) -> Body:
+def parsed(schema: type[ModelBody], **changes: object) -> ModelBody:
     return parse(json.dumps(LEAST.get(schema, {}) | changes).encode(), schema)
 
 
@@ -45,7 +45,7 @@ def schemas_of(node: object, kind: str) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("schema", BODIES)
-def test_lists_are_bounded_and_end_at_their_first_error(schema: type[Body]) -> None:
+def test_lists_are_bounded_and_end_at_their_first_error(schema: type[ModelBody]) -> None:
     core = schema.__pydantic_core_schema__
     for each in schemas_of(core, "list"):
         assert each.get("fail_fast"), each
@@ -72,7 +72,7 @@ def test_lists_are_bounded_and_end_at_their_first_error(schema: type[Body]) -> N
     ],
 )
 def test_few_errors_are_collected(
-    schema: type[Body], change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    schema: type[ModelBody], change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
 
@@ -110,7 +110,7 @@ SILENT: list[tuple[str, object, object]] = [
 @pytest.mark.parametrize("schema", LEAST)
 @pytest.mark.parametrize(("name", "neutral", "meant"), SILENT)
 def test_neutral_values_are_taken_and_others_refused(
-    schema: type[Body], name: str, neutral: object, meant: object
+    schema: type[ModelBody], name: str, neutral: object, meant: object
 ) -> None:
     assert parsed(schema, **{name: neutral}).ignored() in ([], [name])
     with pytest.raises(ApiError) as error:
@@ -120,7 +120,7 @@ def test_neutral_values_are_taken_and_others_refused(
 
 @pytest.mark.parametrize("schema", LEAST)
 @pytest.mark.parametrize(("name", "value"), [("keep_alive", "5m"), ("cache_prompt", True)])
-def test_hints_are_ignored_by_name(schema: type[Body], name: str, value: object) -> None:
+def test_hints_are_ignored_by_name(schema: type[ModelBody], name: str, value: object) -> None:
     assert parsed(schema, **{name: value}).ignored() == [name]
 
 
