@@ -1,8 +1,11 @@
-"""Chunks of prompts on Hopper: padded to few widths, and replayed as CUDA graphs.
+"""Chunks of prompts on a GPU: padded to few widths, and replayed as CUDA graphs.
 
 The host takes longer for the some hundred launches of a short chunk than the GPU for their work. So
 a chunk's tokens, positions, sequence and slots lie in tensors that never move, from which kernels
 read even how many tokens there are, and the launches of a width can be recorded once.
+
+A chunk of up to SEQUENCE_TOKENS, as the last words of most chats are, takes the kernels of a
+decode step, and is padded as one with drafts is: on any GPU. Longer ones are padded on Hopper.
 
 Bits: a chunk is padded whether it is launched or replayed, so both ways are the same kernels over
 the same shapes, those of cuBLAS included, whose sums may depend on the number of rows. A chunk's
@@ -17,9 +20,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.chunk_images import ChunkImages, new_chunk_images
+from lowbit.runtime.engine.graphs import Graphs, longest_for, width_for
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.page_counts import PAGE, SCRATCH
@@ -29,6 +32,8 @@ from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 CHUNK_WIDTHS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)  # tokens
 RunLayers = Callable[[Tensor, Step], Iterable[Tensor]]  # of ids and a step: output of each layer
+MOST_CHUNKS = 32  # graphs that are kept
+Kind = tuple[StepPlan, bool]  # of a chunk: see `Chunks.graphs`
 LAUNCHED = 1  # prompts with such a chunk before one is recorded, which takes two launches' time
 
 
@@ -39,14 +44,13 @@ class Chunks:
     decoder: Decoder  # the model
     layers: RunLayers  # of the model, on its sequences' state; `Runner.each_layer`
     tables: Tensor  # [R, T / PAGE] int32 block tables by row
-    # Recorded chunks, by width, by whether only the last hidden state is wanted, and by whether
-    # they stand behind an image
-    graphs: Graphs
+    graphs: Graphs  # recorded chunks, by the plan of `padded` and whether they have images
+    longer: bool  # chunks of more than SEQUENCE_TOKENS are padded, too
     buffers: StepBuffers = field(init=False)  # inputs of a chunk
     hidden: Tensor = field(init=False)  # [W, h], hidden states of the last chunk
+    images: ChunkImages | None = field(default=None, init=False)  # of a chunk, from the first on
     _prompts: int = 0  # that have begun
-    # see `_is_common`
-    _uses: dict[tuple[int, bool, bool], tuple[int, int]] = field(default_factory=dict)
+    _uses: dict[Kind, tuple[int, int]] = field(default_factory=dict)  # see `_is_common`
 
     def __post_init__(self) -> None:
         """Allocate what the widest chunk needs."""
@@ -57,14 +61,13 @@ class Chunks:
 
     def takes(self, tokens: int) -> bool:
         """True if a chunk of so many tokens is padded; others are launched as they are."""
-        return SEQUENCE_TOKENS < tokens <= CHUNK_WIDTHS[-1]
+        return tokens <= SEQUENCE_TOKENS or (self.longer and tokens <= CHUNK_WIDTHS[-1])
 
     def run(self, plan: StepPlan, ids: Numbers[int], shifts: Tensor, begins: bool) -> Tensor:
         """Run the next tokens of a prompt through the layers; see `takes` and `Runner.chunk`.
 
         Args:
-            plan: of the chunk without padding. One with a part of an image is never replayed: its
-                embeddings and angles do not lie where those of the last one did.
+            plan: of the chunk without padding.
             ids: its tokens.
             shifts: see `step_of`.
             begins: the chunk is the first of its prompt.
@@ -72,51 +75,45 @@ class Chunks:
         Returns:
             [len(ids), h] hidden states, or [1, h], until the next chunk runs.
         """
-        M, last = width_of(plan.tokens), plan.ending == "last"
-        self.buffers.write(plan.spans, ids, M)
+        kind = wide, images = self.padded(plan), plan.axes is not None
+        self.buffers.write(plan.spans, ids, wide.tokens)
+        if images:
+            self.images = self.images or new_chunk_images(CHUNK_WIDTHS[-1], self.hidden)
+            self.images.write(plan)
         self._prompts += begins
-        kind, own = (M, last, plan.shifted), shifts if plan.shifted else None
-        if plan.axes is not None:
-            self.forward(M, last, None, plan)
-        elif self._is_common(kind):
-            self.graphs.replay(kind, lambda: self.forward(M, last, own))
+        if self._is_common(kind):
+            self.graphs.replay(kind, lambda: self.forward(wide, shifts, images))
         else:
-            self.forward(M, last, own)
-        return self.hidden[: 1 if last else plan.tokens]
+            self.forward(wide, shifts, images)
+        return self.hidden[: 1 if plan.ending == "last" else plan.tokens]
 
-    def forward(
-        self,
-        M: int,
-        last: bool = False,
-        shifts: Tensor | None = None,
-        images: StepPlan | None = None,
-    ) -> None:
-        """Run the tokens in `buffers`, all that is known of them on the host being their width.
-
-        Args:
-            M: their number with padding.
-            last: only the last token's hidden state is wanted.
-            shifts: of text behind an image, see `step_of`.
-            images: plan without padding of a chunk with a part of an image.
-        """
-        axes = None if images is None else images.axes
-        plan = StepPlan(
+    def padded(self, plan: StepPlan) -> StepPlan:
+        """The plan of a chunk's width, without what only its own tokens have."""
+        short = plan.tokens <= SEQUENCE_TOKENS
+        M = width_for(plan.tokens) if short else width_of(plan.tokens)
+        return StepPlan(
             tokens=M,
-            sequences=1,
-            max_kv_len=self.tables.shape[1] * PAGE,
-            longest=M,
-            spans=(Span(SCRATCH, 0, M),),
-            prompt=True,
-            ending="last" if last else "apart",
-            embedded=() if images is None else images.embedded,
-            axes=None if axes is None else pad(axes, (0, M - axes.shape[1])),
-            shifted=shifts is not None,
+            sequences=2 if short else 1,  # padding behind a short one, if any, is another
+            max_kv_len=plan.max_kv_len if short else self.tables.shape[1] * PAGE,
+            longest=longest_for(M) if short else M,
+            spans=() if short else (Span(SCRATCH, 0, M),),
+            prompt=plan.prompt,
+            ending=plan.ending,
+            shifted=plan.shifted,
         )
-        ids, step = self.buffers.ids[:M], self.buffers.step(plan, self.tables, shifts)
+
+    def forward(self, plan: StepPlan, shifts: Tensor, images: bool = False) -> None:
+        """Run the tokens in `buffers`: all that the host knows of them is in the padded plan.
+
+        images: some are parts of those in `images`.
+        """
+        ids, step = self.buffers.ids[: plan.tokens], self.buffers.step(plan, self.tables, shifts)
+        if images and self.images is not None:
+            step = self.images.step(step)
         hidden = last_of(self.layers(ids, step))
         self.hidden[: len(hidden)] = hidden
 
-    def _is_common(self, kind: tuple[int, bool, bool]) -> bool:
+    def _is_common(self, kind: Kind) -> bool:
         """True if more than LAUNCHED prompts have had such a chunk: a lone prompt gains nothing."""
         count, last = self._uses.get(kind, (0, 0))
         if last != self._prompts or not count:
@@ -128,18 +125,18 @@ class Chunks:
 def new_chunks(
     decoder: Decoder, layers: RunLayers, tables: Tensor, beside: Graphs
 ) -> Chunks | None:
-    """Chunks that may be replayed; None where they are launched as they are.
+    """Chunks that may be replayed; None on a CPU.
 
-    That is everywhere but on Hopper, where PyTorch's attention takes what the host knows of a
-    sequence, and with experts, since padding would choose some of them too.
+    Longer ones are launched as they are but on Hopper, since PyTorch's attention takes what the
+    host knows of a sequence, and with experts, since padding would choose some of them too.
     """
-    if not tables.is_cuda or torch.cuda.get_device_capability(tables.device)[0] != 9:
+    if not tables.is_cuda:
         return None
-    if decoder.config.experts is not None:
-        return None
-    return Chunks(decoder, layers, tables, Graphs(beside=beside, most=2 * len(CHUNK_WIDTHS)))
+    hopper = torch.cuda.get_device_capability(tables.device)[0] == 9
+    longer = hopper and decoder.config.experts is None
+    return Chunks(decoder, layers, tables, Graphs(beside=beside, most=MOST_CHUNKS), longer)
 
 
 def width_of(tokens: int) -> int:
-    """Tokens that a chunk of so many, at most the last of CHUNK_WIDTHS, is padded to."""
+    """Tokens that a longer chunk, of at most the last of CHUNK_WIDTHS, is padded to."""
     return next(width for width in CHUNK_WIDTHS if width >= tokens)

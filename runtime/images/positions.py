@@ -67,7 +67,9 @@ def positions_of(ids_length: int, spans: Sequence[Span] = ()) -> PromptPositions
     return PromptPositions(axes, position - index)
 
 
-def axis_of_pairs(sections: Sequence[int], pairs: int) -> Tensor:
+def axis_of_pairs(
+    sections: Sequence[int], pairs: int, device: torch.device | None = None
+) -> Tensor:
     """Axis whose positions turn each pair of rotated dimensions: [pairs] int64 of 0, 1 and 2.
 
     Axes are interleaved. Every third pair from 1 on takes the row and from 2 on the column, as
@@ -76,8 +78,9 @@ def axis_of_pairs(sections: Sequence[int], pairs: int) -> Tensor:
     Args:
         sections: pairs of time, row and column, `mrope_section` of config.json.
         pairs: half of the rotated dimensions of a head.
+        device: of the result, which is made there, without a copy; None for the CPU.
     """
-    axes = torch.zeros(pairs, dtype=torch.int64)
+    axes = torch.zeros(pairs, dtype=torch.int64, device=device)
     for axis in (1, 2):
         axes[axis : 3 * sections[axis] : 3] = axis
     return axes

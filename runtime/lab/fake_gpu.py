@@ -54,7 +54,7 @@ from lowbit.runtime.models.loader import (
 )
 from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.sampling_params import SamplingParams, sampling_defaults
-from lowbit.runtime.state.step import StepPlan
+from lowbit.runtime.state.step import Ending, StepPlan
 from lowbit.runtime.text.tokenizer import load_tokenizer
 from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
 from lowbit.runtime.weights.weights import WIDE_BITS, Weights
@@ -157,13 +157,14 @@ def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -
     A drafter of the runner reads them.
     """
     replayed = hopper and runner.decoder.config.experts is None
-    if replayed:
-        chunks = Chunks(runner.decoder, runner.each_layer, runner.tables, Graphs())
-        for width in CHUNK_WIDTHS:
-            chunks.forward(width)
-    longer = () if replayed else [first + n for first in LENGTHS for n in range(4)]
+    chunks = Chunks(runner.decoder, runner.each_layer, runner.tables, Graphs(), replayed)
+    for width in CHUNK_WIDTHS if replayed else ():
+        chunks.forward(chunks.padded(chunk_plan(width)), runner.shifts)
     lengths = list(kv_lens(runner.context))
-    for count in (*range(1, SEQUENCE_TOKENS + 1), *longer):
+    for width in STEP_WIDTHS:
+        for reach in lengths if width <= SEQUENCE_TOKENS else ():
+            chunks.forward(chunks.padded(chunk_plan(width, reach)), runner.shifts)
+    for count in () if replayed else [first + n for first in LENGTHS for n in range(4)]:
         for reach in lengths:
             if count <= reach:
                 send_chunk(runner, count, reach - count)
@@ -243,6 +244,13 @@ def send_rounds(
                     rounds.round(width_for(B * (k + 1)), B, k, length, ordered=asked.penalized)
                 rounds.join(B, k)
             runner.sampler.clear_row(1)
+
+
+def chunk_plan(tokens: int, max_kv_len: int = 0) -> StepPlan:
+    """A chunk of so many tokens of a prompt, without its sequence."""
+    prompt = tokens > SEQUENCE_TOKENS
+    ending: Ending = "apart" if prompt else "together"
+    return StepPlan(tokens, 1, max_kv_len, longest=tokens, prompt=prompt, ending=ending)
 
 
 def send_chunk(runner: Runner, count: int, first: int) -> None:

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from lowbit.formats.architectures.config import Experts
@@ -35,7 +36,8 @@ def embed(ops: Ops[W], ids: Tensor, table: Table, step: Step) -> Tensor:
     """Embeddings [M, h] of the tokens of a step: rows of the table, or those that it gives."""
     x = ops.embed(ids, table)
     for each in step.embedded:
-        x[each.first : each.first + len(each.rows)] = each.rows
+        part = slice(each.first, each.first + len(each.rows))
+        x[part] = each.rows if each.ours is None else torch.where(each.ours, each.rows, x[part])
     return x
 
 

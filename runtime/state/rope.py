@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lowbit.formats.architectures.rope import Llama3Rope, RopeScaling, YarnRope
 from lowbit.runtime.images.positions import axis_of_pairs
-from lowbit.runtime.state.host_rings import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,8 @@ def rope_by_axes(rope: Rope, axes: Tensor, sections: Sequence[int]) -> Rope:
         axes: [3, M] int64 on the device of the tables, positions of the tokens.
         sections: pairs by axis; see `axis_of_pairs`.
     """
-    chosen = axis_of_pairs(sections, rope.cos.shape[1]).tolist()
-    positions = axes[to_device(chosen, torch.int64, axes.device)].T  # [M, r / 2]
+    chosen = axis_of_pairs(sections, rope.cos.shape[1], axes.device)
+    positions = axes[chosen].T  # [M, r / 2]
     return Rope(cos=rope.cos.gather(0, positions), sin=rope.sin.gather(0, positions))
 
 

@@ -19,7 +19,8 @@ from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.state.page_counts import PAGE, SCRATCH, pages_for
-from lowbit.runtime.state.step import NO_SLOT, Span, Step, StepPlan
+from lowbit.runtime.state.step import NO_SLOT, Embedded, Span, Step, StepPlan
+from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 
 class Graph:
@@ -214,8 +215,15 @@ def _chunks_through_graphs(
     runner = model.engine.runner
     graphs = Graphs(beside=runner.graphs, most=len(CHUNK_WIDTHS))
     layers = PaddedLayers(runner)
-    runner.chunks = Chunks(runner.decoder, layers, runner.tables, graphs)
+    runner.chunks = Chunks(runner.decoder, layers, runner.tables, graphs, longer=True)
     monkeypatch.setattr(Chunks, "forward", _on_graphs(Chunks.forward, recording))
+
+
+def _first(given: Embedded, count: int) -> Embedded:
+    """Embeddings of the first tokens of a chunk, without those of padding."""
+    assert given.first == 0
+    assert given.ours is not None
+    return Embedded(0, given.rows[:count], given.ours[:count])
 
 
 class PaddedLayers:
@@ -226,12 +234,14 @@ class PaddedLayers:
 
     def __call__(self, ids: Tensor, step: Step) -> list[Tensor]:
         """Hidden states [M, h] of the last layer, those of padding NaN; or the last one."""
-        start, count = step.starts.tolist()
+        start, count, *end = step.starts.tolist()
         row, *rows = step.rows.tolist()
         first = int(step.positions[0])
         padding = len(ids) - count
         assert start == 0 <= padding
-        assert step.prompt
+        assert step.prompt == (count > SEQUENCE_TOKENS)
+        assert end == ([] if step.prompt else [len(ids)])
+        assert step.prompt or first + count <= step.max_kv_len
         assert rows == [row] * (count - 1) + [SCRATCH] * padding
         assert step.positions.tolist() == [*range(first, first + count), *[SCRATCH] * padding]
         assert step.write.tolist() == [NO_SLOT] * (count - 1) + [row] + [NO_SLOT] * padding
@@ -240,6 +250,9 @@ class PaddedLayers:
         real = replace(
             step,
             positions=step.positions[:count],
+            starts=step.starts[:2],
+            read=step.read[:1],
+            embedded=tuple(_first(each, count) for each in step.embedded),
             own_angles=None if step.own_angles is None else step.own_angles[:count],
             axes=None if step.axes is None else step.axes[:, :count],
             rows=step.rows[:count],

@@ -63,7 +63,7 @@ def chunks_of(model: lowbit.Model) -> Chunks:
 def recorded(model: lowbit.Model) -> list[int]:
     """Widths of chunks that graphs are there of, the one replayed last at the end."""
     graphs: Any = chunks_of(model).graphs._graphs
-    return [width for width, *_ in graphs]
+    return [plan.tokens for plan, _ in graphs]
 
 
 @pytest.mark.parametrize("threshold", [n for n in dir(thresholds) if n.endswith("_TOKENS")])
@@ -91,11 +91,15 @@ def test_chunks_are_replayed_from_the_second_prompt_on(
             (64, [64]),
             (33, [64]),
             (17, [64]),
-            (16, [64]),  # that is a step as decoding takes it
+            (16, [64]),  # as a step of decoding; its first
             (129, [64]),
             (130, [64, 192]),
             (32, [64, 192, 32]),
             (47, [192, 32, 64]),  # in the order of their last use
+            (13, [192, 32, 64, 16]),
+            (7, [192, 32, 64, 16]),
+            (5, [192, 32, 64, 16, 8]),
+            (15, [192, 32, 64, 8, 16]),
         ]
     ):
         ids = IDS[place : place + count]

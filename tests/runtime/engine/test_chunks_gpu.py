@@ -12,9 +12,10 @@ from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.chunks import CHUNK_WIDTHS
-from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.graphs import STEP_WIDTHS, Graphs
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.state.page_counts import PAGE
+from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 FAR = 2048  # tokens
 
@@ -26,7 +27,32 @@ pytestmark = [
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 IDS = torch.randint(4000, (6000,), generator=torch.Generator().manual_seed(8)).tolist()
-LENGTHS = (17, 32, 33, 64, 65, 100, 128, 129, 192, 250, 257, 500, 513, 700, 800, 1000, 1024)
+SHORT = tuple(width for width in STEP_WIDTHS if width <= SEQUENCE_TOKENS)
+LENGTHS = (
+    1,
+    3,
+    7,
+    9,
+    13,
+    16,
+    17,
+    32,
+    33,
+    64,
+    65,
+    100,
+    128,
+    129,
+    192,
+    250,
+    257,
+    500,
+    513,
+    700,
+    800,
+    1000,
+    1024,
+)
 NEW = 12
 
 
@@ -95,17 +121,18 @@ def same(one: list[Any], other: list[Any]) -> bool:
 def recorded(model: lowbit.Model) -> list[int]:
     """Widths of chunks that graphs are there of."""
     chunks: Any = model.engine.runner.chunks
-    return [width for width, _ in chunks.graphs._graphs]
+    return [plan.tokens for plan, _ in chunks.graphs._graphs]
 
 
 def test_a_replayed_prompt_leaves_the_bytes_of_a_launched_one(
     long_model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each width is replayed for other tokens, and another number of them, than recorded."""
-    for width, before in zip(CHUNK_WIDTHS, (16, *CHUNK_WIDTHS), strict=False):
+    widths = (*SHORT, *CHUNK_WIDTHS)
+    for width, before in zip(widths, (0, *widths), strict=False):
         for count in (width, before + 1):
             left_by(long_model, IDS[count : 2 * count])
-    assert set(recorded(long_model)) == set(CHUNK_WIDTHS)
+    assert set(recorded(long_model)) == set(widths)
     found = [left_by(long_model, IDS[:count]) for count in LENGTHS]
     with monkeypatch.context() as patch:
         launched(patch)
@@ -168,7 +195,7 @@ def test_a_model_without_graphs_of_chunks_answers_the_same(
     """
     if model.engine.runner.state.recurrent:
         pytest.skip("rows of cuBLAS")
-    counts = (17, 40, 65, 100, 130, 200)
+    counts = (5, 12, 17, 40, 65, 100, 130, 200)
     found = [left_by(model, IDS[:count]) for count in counts]
     monkeypatch.setattr(model.engine.runner, "chunks", None)
     for count, each in zip(counts, found, strict=True):

@@ -150,7 +150,9 @@ def counts_of(runner: Any, rounds: Any, launched: Callable[[], Counter[str]]) ->
 
     runner.run_step(StepPlan(1, 1, 256, longest=1))
     yield launched()
-    Chunks(runner.decoder, runner.each_layer, runner.tables, Graphs()).forward(64)
+    chunks = Chunks(runner.decoder, runner.each_layer, runner.tables, Graphs(), longer=True)
+    plan = StepPlan(64, 1, 0, longest=64, prompt=True, ending="apart")
+    chunks.forward(chunks.padded(plan), runner.shifts)
     yield launched()
     sequence = Sequence(Request((1,)), count=1, seed=0, row=1, length=1)
     sequence.output.append(1)

@@ -181,7 +181,7 @@ def steps_of(
     from lowbit.runtime.engine.graphs import Graphs, longest_for, width_for
     from lowbit.runtime.engine.request import Request
     from lowbit.runtime.engine.sequence import Sequence
-    from lowbit.runtime.state.step import Span, StepPlan
+    from lowbit.runtime.state.step import Ending, Span, StepPlan
 
     first, drafts_by_head = rounds is not None, hasattr(rounds, "_seen")
     sequence = Sequence(Request((1,)), count=1, seed=0, row=1, length=1)
@@ -205,10 +205,12 @@ def steps_of(
             padded = B + (B * (k + 1) < M)
             runner.run_unchosen(StepPlan(M, padded, 256, longest=k + 1, drafts=True))
         yield f"made {B} x {k} drafts", launched()
-    chunks = Chunks(runner.decoder, runner.each_layer, runner.tables, Graphs())
-    for last in (True, False):
-        chunks.forward(64, last)
-        yield f"chunk, last {last}", launched()
+    chunks = Chunks(runner.decoder, runner.each_layer, runner.tables, Graphs(), longer=True)
+    endings: list[tuple[int, Ending]] = [(64, "last"), (64, "apart"), (12, "together")]
+    for tokens, ending in endings:
+        plan = StepPlan(tokens, 1, 256, tokens, prompt=tokens > 16, ending=ending)
+        chunks.forward(chunks.padded(plan), runner.shifts)
+        yield f"chunk of {tokens}, {ending}", launched()
     hidden = torch.empty(1, runner.decoder.config.hidden_size, dtype=torch.bfloat16, device="meta")
     runner.run_head(hidden)
     yield "head", launched()
