@@ -1,9 +1,9 @@
 """The GPU backend: `lowbit.runtime.backends.ops.Ops` over the Triton kernels.
 
 A decode step launches GEMVs and decode attention without a synchronization or a host read, so a
-CUDA graph can capture it; on Hopper a chunk of a prompt too (`engine.chunks`). A prompt takes the
-GEMVs while its tokens are few; beyond, weights are widened in registers on Hopper, and for cuBLAS
-elsewhere (`launch.choose`).
+CUDA graph can capture it; a short chunk of a prompt too, and on Hopper any (`engine.chunks`). A
+prompt takes the GEMVs while its tokens are few; beyond, weights are widened in registers on Hopper,
+and for cuBLAS elsewhere (`launch.choose`).
 """
 
 from dataclasses import replace

@@ -23,7 +23,7 @@ class ChunkImages:
         ours = [0] * plan.tokens
         for each in plan.embedded:
             stop = each.first + len(each.rows)
-            self.rows[each.first : stop].copy_(each.rows, non_blocking=True)
+            self.rows[each.first : stop].copy_(each.rows.detach(), non_blocking=True)
             ours[each.first : stop] = [1] * len(each.rows)
         write_rows(self.places, (*plan.axes.tolist(), ours))
 
@@ -35,7 +35,7 @@ class ChunkImages:
         return replace(step, axes=axes, own_angles=axes[0].int(), embedded=(given,))
 
 
-def new_chunk_images(tokens: int, hidden: Tensor) -> ChunkImages:
-    """Zeros for chunks of so many tokens, of embeddings like hidden states [M, h]."""
-    places = torch.zeros(4, tokens, dtype=torch.int32, device=hidden.device)
-    return ChunkImages(hidden.new_zeros(tokens, hidden.shape[1]), places)
+def new_chunk_images(hidden: Tensor) -> ChunkImages:
+    """Zeros for chunks of as many tokens as there are hidden states [W, h]."""
+    places = torch.zeros(4, len(hidden), dtype=torch.int32, device=hidden.device)
+    return ChunkImages(torch.zeros_like(hidden), places)

@@ -6,12 +6,14 @@ read even how many tokens there are, and the launches of a width can be recorded
 
 A chunk of up to SEQUENCE_TOKENS, as the last words of most chats are, takes the kernels of a
 decode step, and is padded as one with drafts is: on any GPU. Longer ones are padded on Hopper.
+Images' embeddings and places lie in tensors of their own (`ChunkImages`).
 
 Bits: a chunk is padded whether it is launched or replayed, so both ways are the same kernels over
 the same shapes, those of cuBLAS included, whose sums may depend on the number of rows. A chunk's
 own kernels sum each token's numbers in an order that padding does not change; nothing of a padded
 token is stored in pages, states or windows. No width lies beyond a threshold (`thresholds`) from
-the lengths that it stands for, so a padded chunk takes the ways that its own length takes.
+the lengths that it stands for, so a padded chunk takes the ways that its own length takes; a short
+one has in any case the bits of its tokens one by one.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.engine.chunk_images import ChunkImages, new_chunk_images
-from lowbit.runtime.engine.graphs import Graphs, longest_for, width_for
+from lowbit.runtime.engine.graphs import Graphs, longest_for
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.page_counts import PAGE, SCRATCH
@@ -30,9 +32,12 @@ from lowbit.runtime.state.step import Span, Step, StepPlan
 from lowbit.runtime.state.step_buffers import StepBuffers, new_step_buffers
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
+SHORT_WIDTHS = (8, 16)  # tokens; few, since a short chunk has a graph for each length of keys
 CHUNK_WIDTHS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)  # tokens
 RunLayers = Callable[[Tensor, Step], Iterable[Tensor]]  # of ids and a step: output of each layer
-MOST_CHUNKS = 32  # graphs that are kept
+# Graphs that are kept: of mixed chats with pictures 46 kinds were counted where longer ones are
+# padded, and a kind that is dropped is soon recorded again
+MOST_SHORT, MOST_CHUNKS = 16, 64
 Kind = tuple[StepPlan, bool]  # of a chunk: see `Chunks.graphs`
 LAUNCHED = 1  # prompts with such a chunk before one is recorded, which takes two launches' time
 
@@ -48,16 +53,18 @@ class Chunks:
     longer: bool  # chunks of more than SEQUENCE_TOKENS are padded, too
     buffers: StepBuffers = field(init=False)  # inputs of a chunk
     hidden: Tensor = field(init=False)  # [W, h], hidden states of the last chunk
-    images: ChunkImages | None = field(default=None, init=False)  # of a chunk, from the first on
+    images: ChunkImages = field(init=False)  # of the last chunk that has some
     _prompts: int = 0  # that have begun
     _uses: dict[Kind, tuple[int, int]] = field(default_factory=dict)  # see `_is_common`
 
     def __post_init__(self) -> None:
         """Allocate what the widest chunk needs."""
-        table, widest = self.decoder.embedding, CHUNK_WIDTHS[-1]
+        table = self.decoder.embedding
+        widest = CHUNK_WIDTHS[-1] if self.longer else SEQUENCE_TOKENS
         self.buffers = new_step_buffers(widest, table.device)
         shape = widest, table.shape[1]
         self.hidden = torch.zeros(shape, dtype=table.dtype, device=table.device)
+        self.images = new_chunk_images(self.hidden)
 
     def takes(self, tokens: int) -> bool:
         """True if a chunk of so many tokens is padded; others are launched as they are."""
@@ -78,19 +85,19 @@ class Chunks:
         kind = wide, images = self.padded(plan), plan.axes is not None
         self.buffers.write(plan.spans, ids, wide.tokens)
         if images:
-            self.images = self.images or new_chunk_images(CHUNK_WIDTHS[-1], self.hidden)
             self.images.write(plan)
         self._prompts += begins
         if self._is_common(kind):
             self.graphs.replay(kind, lambda: self.forward(wide, shifts, images))
         else:
             self.forward(wide, shifts, images)
+        self._count(kind)
         return self.hidden[: 1 if plan.ending == "last" else plan.tokens]
 
     def padded(self, plan: StepPlan) -> StepPlan:
         """The plan of a chunk's width, without what only its own tokens have."""
         short = plan.tokens <= SEQUENCE_TOKENS
-        M = width_for(plan.tokens) if short else width_of(plan.tokens)
+        M = width_of(plan.tokens)
         return StepPlan(
             tokens=M,
             sequences=2 if short else 1,  # padding behind a short one, if any, is another
@@ -108,18 +115,21 @@ class Chunks:
         images: some are parts of those in `images`.
         """
         ids, step = self.buffers.ids[: plan.tokens], self.buffers.step(plan, self.tables, shifts)
-        if images and self.images is not None:
+        if images:
             step = self.images.step(step)
         hidden = last_of(self.layers(ids, step))
         self.hidden[: len(hidden)] = hidden
 
     def _is_common(self, kind: Kind) -> bool:
-        """True if more than LAUNCHED prompts have had such a chunk: a lone prompt gains nothing."""
+        """True if LAUNCHED prompts have had such a chunk before: a lone one gains nothing."""
+        count, last = self._uses.get(kind, (0, 0))
+        return count + (last != self._prompts) > LAUNCHED
+
+    def _count(self, kind: Kind) -> None:
+        """Count a chunk that has run, as one for all of its prompt: its kernels are compiled."""
         count, last = self._uses.get(kind, (0, 0))
         if last != self._prompts or not count:
-            count += 1
-            self._uses[kind] = count, self._prompts
-        return count > LAUNCHED
+            self._uses[kind] = count + 1, self._prompts
 
 
 def new_chunks(
@@ -134,9 +144,10 @@ def new_chunks(
         return None
     hopper = torch.cuda.get_device_capability(tables.device)[0] == 9
     longer = hopper and decoder.config.experts is None
-    return Chunks(decoder, layers, tables, Graphs(beside=beside, most=MOST_CHUNKS), longer)
+    graphs = Graphs(beside=beside, most=MOST_CHUNKS if longer else MOST_SHORT)
+    return Chunks(decoder, layers, tables, graphs, longer)
 
 
 def width_of(tokens: int) -> int:
-    """Tokens that a longer chunk, of at most the last of CHUNK_WIDTHS, is padded to."""
-    return next(width for width in CHUNK_WIDTHS if width >= tokens)
+    """Tokens that a chunk of so many, at most the last of CHUNK_WIDTHS, is padded to."""
+    return next(width for width in (*SHORT_WIDTHS, *CHUNK_WIDTHS) if width >= tokens)

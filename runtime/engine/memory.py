@@ -28,9 +28,9 @@ from lowbit.runtime.thresholds import EXACT_TOKENS
 
 MIN_CONTEXT = 16  # below this nothing useful fits
 HEADROOM = 1.05  # activations, tables and the allocator's slack, on top of weights and cache
-# A prefill chunk's activations, graphs, the libraries' buffers. A chunk that is replayed has its
-# activations in the graphs' pool, beside those of launched ones; but where chunks are replayed no
-# weights are widened, which takes as much.
+# A prefill chunk's activations, graphs, the libraries' buffers. A long chunk that is replayed has
+# its activations in the graphs' pool, beside those of launched ones; but where such chunks are
+# replayed no weights are widened, which takes as much.
 GPU_WORKSPACE = 256 << 20
 # Beside it on each of several GPUs: buffers of the exchange, and widened weights of partial sums of
 # prompts, in the pool of graphs and outside.

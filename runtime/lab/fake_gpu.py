@@ -30,7 +30,7 @@ from lowbit.formats.layout.packing import PACKED, SCALE, WORD_BITS, packed_words
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.machine.parent import end_with_parent
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, Chunks
+from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, SHORT_WIDTHS, Chunks
 from lowbit.runtime.engine.draft.block import MOST_SEQUENCES, BlockRounds, Blocks, new_blocks
 from lowbit.runtime.engine.draft.verify import Part, Verifier
 from lowbit.runtime.engine.graphs import STEP_WIDTHS, Graphs, kv_lens, width_for
@@ -161,8 +161,8 @@ def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -
     for width in CHUNK_WIDTHS if replayed else ():
         chunks.forward(chunks.padded(chunk_plan(width)), runner.shifts)
     lengths = list(kv_lens(runner.context))
-    for width in STEP_WIDTHS:
-        for reach in lengths if width <= SEQUENCE_TOKENS else ():
+    for width in SHORT_WIDTHS:
+        for reach in lengths:
             chunks.forward(chunks.padded(chunk_plan(width, reach)), runner.shifts)
     for count in () if replayed else [first + n for first in LENGTHS for n in range(4)]:
         for reach in lengths:

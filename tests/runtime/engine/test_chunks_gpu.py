@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 import lowbit.runtime as lowbit
-from lowbit.runtime.engine.chunks import CHUNK_WIDTHS
-from lowbit.runtime.engine.graphs import STEP_WIDTHS, Graphs
+from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, SHORT_WIDTHS
+from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.state.page_counts import PAGE
-from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 FAR = 2048  # tokens
 
@@ -27,7 +26,6 @@ pytestmark = [
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 IDS = torch.randint(4000, (6000,), generator=torch.Generator().manual_seed(8)).tolist()
-SHORT = tuple(width for width in STEP_WIDTHS if width <= SEQUENCE_TOKENS)
 LENGTHS = (
     1,
     3,
@@ -128,7 +126,7 @@ def test_a_replayed_prompt_leaves_the_bytes_of_a_launched_one(
     long_model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each width is replayed for other tokens, and another number of them, than recorded."""
-    widths = (*SHORT, *CHUNK_WIDTHS)
+    widths = (*SHORT_WIDTHS, *CHUNK_WIDTHS)
     for width, before in zip(widths, (0, *widths), strict=False):
         for count in (width, before + 1):
             left_by(long_model, IDS[count : 2 * count])

@@ -134,6 +134,39 @@ def test_company_changes_no_bit(
             assert said(handle) == alone[n]
 
 
+@pytest.mark.parametrize("tail", [1, 7, 16])
+def test_the_last_words_behind_a_picture_are_padded(
+    tail: int, hub: Hub, fresh: Callable[..., lowbit.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [hub.prompt(70, [END], CAT, tail, seed=seed) for seed in range(3)]
+    expected = [said(submitted(fresh(), prompt)) for prompt in prompts]
+    model = fresh()
+    run_through_graphs(model, monkeypatch)
+    for prompt, one in zip(prompts, expected, strict=True):  # launched, recorded, replayed
+        model.engine.forget()
+        assert said(submitted(model, prompt)) == one
+
+
+@pytest.mark.parametrize("size", [5, 13])
+def test_pictures_in_short_chunks_are_padded(
+    size: int,
+    hub: Hub,
+    fresh: Callable[..., lowbit.Model],
+    set_chunk: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts = [hub.prompt(20, [END], CAT, 30, TALL, 9, seed=seed) for seed in range(3)]
+    set_chunk(size)
+    expected = [said(submitted(fresh(), prompt)) for prompt in prompts]
+    model = fresh()
+    run_through_graphs(model, monkeypatch)
+    for prompt, one in zip(prompts, expected, strict=True):
+        model.engine.forget()
+        assert said(submitted(model, prompt)) == one
+    kinds: Any = model.engine.runner.chunks.graphs._graphs  # type: ignore[union-attr]
+    assert any(images for _, images in kinds)
+
+
 def test_images_and_text_behind_them_take_padded_chunks_too(
     hub: Hub, fresh: Callable[..., lowbit.Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:

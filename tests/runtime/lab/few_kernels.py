@@ -10,7 +10,7 @@ import sys
 from lowbit.runtime.lab import fake_gpu
 
 if __name__ == "__main__":
-    vars(fake_gpu).update(SEQUENCE_TOKENS=2, LENGTHS=(17,))
+    vars(fake_gpu).update(SHORT_WIDTHS=(8,), LENGTHS=(17,))
     json.dump(fake_gpu.work(json.load(sys.stdin)), sys.stdout)
     sys.stdout.flush()
     os._exit(0)  # as `fake_gpu`
