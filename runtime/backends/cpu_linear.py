@@ -13,7 +13,8 @@ The INT4 product decodes a weight again for every four tokens, and the INT8 prod
 many tokens than for few. For many tokens some rows at a time are widened instead and multiplied
 densely: to BF16 where the processor is faster in BF16 (AMX, AVX-512 BF16 of AMD's), to FP32
 everywhere else, where PyTorch's BF16 products are 2 to 100 times slower than its FP32 products.
-Dense BF16 weights take the same way. So the last bits of many tokens differ between these two kinds of processors.
+Dense BF16 weights take the same way. So the last bits of many tokens differ between these two kinds
+of processors.
 
 Every other scheme, and every linear in FP32, runs as the dequantized weight; FP32 is the checked
 mode, its weights are exactly `code * scale`.
