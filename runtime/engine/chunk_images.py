@@ -1,4 +1,4 @@
-"""Parts of images in a chunk of a prompt, where the chunk's graph finds them."""
+"""Parts of images in a chunk of a prompt, in tensors that the chunk's graph reads."""
 
 from dataclasses import dataclass, replace
 
@@ -11,31 +11,32 @@ from lowbit.runtime.state.step import Embedded, Step, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class ChunkImages:
-    """Embeddings and places of the tokens of a chunk of at most W tokens."""
+    """Embeddings and positions of the tokens of a chunk of at most W tokens."""
 
-    rows: Tensor  # [W, h] embeddings of the tokens that are an image's, where they stand
-    places: Tensor  # [4, W] int32: time, row and column of each token, and 1 for an image's
+    rows: Tensor  # [W, h] embeddings of the image tokens, each in the place of its token
+    # [4, W] int32 by token: its positions in time, row and column; 1 for an image token, else 0
+    positions: Tensor
 
     def write(self, plan: StepPlan) -> None:
-        """Write those of a chunk, behind the steps under way; see `Step`."""
+        """Write those of a chunk, behind the steps under way."""
         if plan.axes is None:
             raise ValueError("a chunk without a part of an image")
-        ours = [0] * plan.tokens
+        is_image = [0] * plan.tokens
         for each in plan.embedded:
             stop = each.first + len(each.rows)
             self.rows[each.first : stop].copy_(each.rows.detach(), non_blocking=True)
-            ours[each.first : stop] = [1] * len(each.rows)
-        write_rows(self.places, (*plan.axes.tolist(), ours))
+            is_image[each.first : stop] = [1] * len(each.rows)
+        write_rows(self.positions, (*plan.axes.tolist(), is_image))
 
     def step(self, step: Step) -> Step:
-        """A step of text with what is written here."""
+        """The step of text with the images that were written last."""
         M = len(step.positions)
-        axes = self.places[:3, :M].long()
-        given = Embedded(0, self.rows[:M], self.places[3, :M, None].bool())
+        axes = self.positions[:3, :M].long()
+        given = Embedded(0, self.rows[:M], self.positions[3, :M, None].bool())
         return replace(step, axes=axes, own_angles=axes[0].int(), embedded=(given,))
 
 
 def new_chunk_images(hidden: Tensor) -> ChunkImages:
-    """Zeros for chunks of as many tokens as there are hidden states [W, h]."""
-    places = torch.zeros(4, len(hidden), dtype=torch.int32, device=hidden.device)
-    return ChunkImages(torch.zeros_like(hidden), places)
+    """Buffers of zeros for chunks of up to W tokens, with `hidden` [W, h] for their sizes."""
+    positions = torch.zeros(4, len(hidden), dtype=torch.int32, device=hidden.device)
+    return ChunkImages(torch.zeros_like(hidden), positions)

@@ -6,7 +6,7 @@ read even how many tokens there are, and the launches of a width can be recorded
 
 A chunk of up to SEQUENCE_TOKENS, as the last words of most chats are, takes the kernels of a
 decode step, and is padded as one with drafts is: on any GPU. Longer ones are padded on Hopper.
-Images' embeddings and places lie in tensors of their own (`ChunkImages`).
+Images' embeddings and positions lie in tensors of their own (`ChunkImages`).
 
 Bits: a chunk is padded whether it is launched or replayed, so both ways are the same kernels over
 the same shapes, those of cuBLAS included, whose sums may depend on the number of rows. A chunk's
@@ -35,8 +35,8 @@ from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 SHORT_WIDTHS = (8, 16)  # tokens; few, since a short chunk has a graph for each length of keys
 CHUNK_WIDTHS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)  # tokens
 RunLayers = Callable[[Tensor, Step], Iterable[Tensor]]  # of ids and a step: output of each layer
-# Graphs that are kept: of mixed chats with pictures 46 kinds were counted where longer ones are
-# padded, and a kind that is dropped is soon recorded again
+# Graphs that are kept. Chats with pictures had chunks of 46 kinds where longer ones are padded;
+# one that is dropped is recorded again when it comes back
 MOST_SHORT, MOST_CHUNKS = 16, 64
 Kind = tuple[StepPlan, bool]  # of a chunk: see `Chunks.graphs`
 LAUNCHED = 1  # prompts with such a chunk before one is recorded, which takes two launches' time
@@ -95,12 +95,12 @@ class Chunks:
         return self.hidden[: 1 if plan.ending == "last" else plan.tokens]
 
     def padded(self, plan: StepPlan) -> StepPlan:
-        """The plan of a chunk's width, without what only its own tokens have."""
+        """Plan that all chunks of a kind share: their width, without own spans and axes."""
         short = plan.tokens <= SEQUENCE_TOKENS
         M = width_of(plan.tokens)
         return StepPlan(
             tokens=M,
-            sequences=2 if short else 1,  # padding behind a short one, if any, is another
+            sequences=2 if short else 1,  # a short one's padding counts as another sequence
             max_kv_len=plan.max_kv_len if short else self.tables.shape[1] * PAGE,
             longest=longest_for(M) if short else M,
             spans=() if short else (Span(SCRATCH, 0, M),),
@@ -110,9 +110,12 @@ class Chunks:
         )
 
     def forward(self, plan: StepPlan, shifts: Tensor, images: bool = False) -> None:
-        """Run the tokens in `buffers`: all that the host knows of them is in the padded plan.
+        """Run the tokens in `buffers`: all that the host knows of them is in the arguments.
 
-        images: some are parts of those in `images`.
+        Args:
+            plan: see `padded`.
+            shifts: see `step_of`.
+            images: the chunk has parts of images, which `self.images` holds.
         """
         ids, step = self.buffers.ids[: plan.tokens], self.buffers.step(plan, self.tables, shifts)
         if images:
@@ -137,8 +140,8 @@ def new_chunks(
 ) -> Chunks | None:
     """Chunks that may be replayed; None on a CPU.
 
-    Longer ones are launched as they are but on Hopper, since PyTorch's attention takes what the
-    host knows of a sequence, and with experts, since padding would choose some of them too.
+    Longer ones are padded on Hopper alone, since PyTorch's attention, which other GPUs take, needs
+    the length of the sequence on the host; and not with experts, which padding would choose, too.
     """
     if not tables.is_cuda:
         return None

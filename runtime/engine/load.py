@@ -132,7 +132,7 @@ def load(
         sizes = dtype, cache, chosen.cache_type, threads
         setup = Setup(folder, options, shard.share, Path(), *sizes)
         if device != "cpu":
-            needed = decided.account.other.needed(cache, cache.all_pages)
+            needed = decided.account.follower.needed(cache, cache.all_pages)
             setup = _on_gpus(setup, opened.config.hidden_size, vocabulary, needed)
         crew, decoder, target = load_shared(setup, shard)
     else:

@@ -84,8 +84,8 @@ class LoadOptions:
             spells, such as `<|im_end|>`, are these tokens, so that a message may end its turn and
             begin another. By default they are plain text. Raw prompts are taken as they are.
         tensor_parallel: processes that share the model, each with some of its heads and a part of
-            its widths, and on a GPU of its own; the numbers that fit depend on the model. The
-            first one makes the drafts.
+            its widths, and on a GPU of its own; the numbers that fit depend on the model. Where
+            tokens are drafted, the first one makes all drafts.
         devices: number of the GPU of each of them; None for the first ones.
         vision_device: where the vision tower runs, which is read at the first image. `auto` takes
             the GPU of the model if the cache stays as large beside the tower and an image, streams

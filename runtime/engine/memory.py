@@ -69,8 +69,8 @@ class Account:
         return self.ranks if self.device == "cpu" else 1
 
     @property
-    def other(self) -> "Account":
-        """Memory of a rank behind the first, which drafts nothing."""
+    def follower(self) -> "Account":
+        """Memory of a rank other than the first, which drafts nothing."""
         return replace(self, opened=replace(self.opened, drafter=None, lone=None))
 
     def page_bytes(self, count: int) -> int:
@@ -325,7 +325,7 @@ def _too_large(account: Account, size: CacheSize, free: int, least: int | None) 
     if tower:
         place = "--vision-device cpu" if account.device != "cpu" else "--vision-device auto"
         hints.append(f"{place} keeps nothing for images")
-    drafting = need - int(account.other.needed(size, size.all_pages) * HEADROOM)
+    drafting = need - int(account.follower.needed(size, size.all_pages) * HEADROOM)
     if account.ranks > 1 and drafting:
         hints.append(f"{gigabytes(drafting)} of it the first process alone takes, which drafts")
     beside = f"the vision tower with an image ({gigabytes(tower)}), " if tower else ""

@@ -33,7 +33,7 @@ class RankDemand:
     states: int  # recurrent states of one sequence
     # all else: libraries, sampler, snapshots of states, activations, graphs, the exchange
     buffers: int
-    drafts: int = 0  # a drafter with all that it needs, which rank 0 has; states behind its drafts
+    drafts: int = 0  # on rank 0 a drafter and what it needs; on all, states behind drafts
 
     @property
     def total(self) -> int:
@@ -51,7 +51,7 @@ class SharedDemand:
     fits: bool | None  # in free memory; None if the system does not tell, or has no such device
     tokens: str  # how they compare with those of one process
     refused: str | None  # why this device does not run it; None where it does
-    # Bytes that each rank takes more where the model's head drafts; () where that is not so
+    # More bytes by rank if the head for multi-token prediction drafts; () without such a head
     head: tuple[int, ...]
 
 
@@ -62,7 +62,7 @@ def shared_demand(name: str, device: str, ranks: int, drafter: str | None = None
         name: folder, config.json, or Hub id, whose headers are fetched.
         device: `cpu` or `cuda`.
         ranks: 2 or more.
-        drafter: of the model, likewise; the model's head drafts then never.
+        drafter: of the model, likewise; the model's own head does not draft then.
 
     Raises:
         RequestError: so many ranks cannot share it; the hint names numbers that can.

@@ -37,7 +37,7 @@ def embed(ops: Ops[W], ids: Tensor, table: Table, step: Step) -> Tensor:
     x = ops.embed(ids, table)
     for each in step.embedded:
         part = slice(each.first, each.first + len(each.rows))
-        x[part] = each.rows if each.ours is None else torch.where(each.ours, each.rows, x[part])
+        x[part] = each.rows if each.mask is None else torch.where(each.mask, each.rows, x[part])
     return x
 
 

@@ -77,7 +77,8 @@ class OpenedModel:
     activations: Activations = "exact"  # inputs of its packed linears, heads aside
     share: Share = ALONE  # the rank that it is the shard of, see `shards`
     head_rows: int | None = None  # rows that are kept of a drafter's heads; None for all
-    lone: "OpenedModel | None" = None  # of a rank: what it has of the whole, see `lone_head`
+    # Of the first rank: what it reads of the whole model to draft with, see `lone_head`
+    lone: "OpenedModel | None" = None
 
     @property
     def drafts(self) -> bool:
@@ -86,7 +87,7 @@ class OpenedModel:
 
     @property
     def lone_mtp(self) -> "OpenedModel | None":
-        """`lone` with a head for multi-token prediction; None where no such head is there."""
+        """`lone`, if it has the head for multi-token prediction; else None."""
         return self.lone if self.lone is not None and self.lone.head else None
 
     def weight_bytes(self, device: str, dtype: torch.dtype) -> int:
@@ -99,7 +100,7 @@ class OpenedModel:
         return size + sum(self._bytes_of(spec, device, dtype) for spec in self.specs)
 
     def drafting_bytes(self, device: str, dtype: torch.dtype) -> int:
-        """Those of its weights that only the first of several ranks has, to draft with."""
+        """Memory of the weights that only the first of several ranks has, to draft with."""
         beside = (each for each in (self.drafter, self.lone) if each is not None)
         return sum(each.weight_bytes(device, dtype) for each in beside)
 

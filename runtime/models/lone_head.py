@@ -19,12 +19,12 @@ W = TypeVar("W")  # what the backend keeps a linear as
 
 
 def lone_head(opened: OpenedModel) -> OpenedModel:
-    """The first rank's reads besides its shard, to draft with.
+    """Weights that the first rank reads besides its shard, to draft with.
 
-    That is the head for multi-token prediction where it drafts, and rows that drafts are chosen
-    from. A drafter of its own is no part of it.
+    They are the head for multi-token prediction where it drafts, and the model's head where drafts
+    are chosen from it. A drafter has a checkpoint of its own, and is no part of them.
 
-    opened: a model with that head, or with a drafter.
+    opened: a model with a head for multi-token prediction, or with a drafter.
     """
     config = opened.checkpoint.config
     own = opened.draft is None and not opened.config.tie_word_embeddings

@@ -34,8 +34,8 @@ class Embedded:
 
     first: int  # of these tokens in a step
     rows: "Tensor"  # [n, h], their embeddings, on any device
-    # [n, 1] bool on the model's device: which of the n are an image's; None for all of them
-    ours: "Tensor | None" = None
+    # [n, 1] bool on the model's device: which rows stand for their tokens; None for all
+    mask: "Tensor | None" = None
 
 
 @dataclass(frozen=True, slots=True)

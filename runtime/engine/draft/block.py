@@ -43,7 +43,7 @@ class Blocks:
     """A drafter with the keys and values of its context, which reads every step."""
 
     drafter: "Drafter"  # loaded
-    target: Any  # the model, with its whole head; its ops, as the drafter's, exchange nothing
+    target: Any  # the model with its whole head, over ops that exchange nothing between ranks
     pages: KVPages  # keys and values of its context
     rows: "Rows | None" = None  # of the model's head, that drafts are chosen from; None for all
     # [R, HIDDEN_RING, h] context of the last positions of each row; None where no head reads it

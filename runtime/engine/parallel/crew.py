@@ -202,9 +202,11 @@ class Crew:
 
 
 def load_shared(setup: Setup, shard: OpenedModel) -> "tuple[Crew, Decoder, Any]":
-    """The other ranks, which have loaded their shards, and the first one's as a decoder.
+    """Load the shards of all ranks.
 
-    The third is the model as a drafter sees it, see `load_target`; None without one.
+    Returns:
+        The other ranks; the first one's shard as a decoder; the model as a drafter sees it, see
+        `load_target`, or None without a drafter.
 
     Raises:
         LowbitError: a shard cannot be read, or a process has ended.

@@ -162,7 +162,7 @@ def _shard(setup: Setup) -> OpenedModel:
     options = setup.options
     rule: ScaleRule = "absmax" if options.method == "absmax" else "signed"
     opened = open_model(setup.folder, options.quantize, options.group_size, rule)
-    # Not by `with_activations`, since the first rank's drafter may be all that they change.
+    # `with_activations` refuses a model without packed linears; the drafter may have the only ones.
     return shard_of(replace(opened, activations=options.activations), setup.share)
 
 

@@ -220,10 +220,10 @@ def _chunks_through_graphs(
 
 
 def _first(given: Embedded, count: int) -> Embedded:
-    """Embeddings of the first tokens of a chunk, without those of padding."""
+    """Embeddings of the tokens of a chunk, without those of padding."""
     assert given.first == 0
-    assert given.ours is not None
-    return Embedded(0, given.rows[:count], given.ours[:count])
+    assert given.mask is not None
+    return Embedded(0, given.rows[:count], given.mask[:count])
 
 
 class PaddedLayers:

@@ -217,9 +217,9 @@ def test_its_memory_is_counted_once(opened: OpenedModel, device: str) -> None:
     pages = kv_pages(own.config, 4, BF16_CACHE, "meta").size_bytes
     contexts = SIZE.rows * 128 * 256 * 2
     more = weights + pages + contexts + (account.drafter_bytes() if device == "cuda" else 0)
-    assert account.needed(SIZE, 4) - account.other.needed(SIZE, 4) == more
+    assert account.needed(SIZE, 4) - account.follower.needed(SIZE, 4) == more
     other = Account(shard_of(opened, Share(1, 2)), *kind, BF16_CACHE, VOCABULARY, ranks=2)
-    assert account.other.needed(SIZE, 4) == other.needed(SIZE, 4)
+    assert account.follower.needed(SIZE, 4) == other.needed(SIZE, 4)
 
 
 @pytest.mark.parametrize("opened", ["dflash"], indirect=True)

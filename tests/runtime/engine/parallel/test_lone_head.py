@@ -172,7 +172,7 @@ def test_memory_of_the_head_is_counted(opened: OpenedModel) -> None:
     assert with_it.needed(SIZE, 4) > without.needed(SIZE, 4) + lone.weight_bytes(
         "cuda", torch.bfloat16
     )
-    assert with_it.other == without
+    assert with_it.follower == without
 
 
 def test_one_of_the_processes_on_a_cpu_has_the_head(opened: OpenedModel) -> None:
@@ -181,10 +181,10 @@ def test_one_of_the_processes_on_a_cpu_has_the_head(opened: OpenedModel) -> None
     two = Account(shard, *kind, BF16_CACHE, VOCABULARY, ranks=2)
     assert shard.lone is not None
     own = replace(two, ranks=1)
-    assert two.needed(SIZE, 4) == own.needed(SIZE, 4) + own.other.needed(SIZE, 4)
-    more = own.needed(SIZE, 4) - own.other.needed(SIZE, 4)
+    assert two.needed(SIZE, 4) == own.needed(SIZE, 4) + own.follower.needed(SIZE, 4)
+    more = own.needed(SIZE, 4) - own.follower.needed(SIZE, 4)
     ring = SIZE.rows * 128 * opened.config.hidden_size * 2
-    pages = own.page_bytes(4) - own.other.page_bytes(4)
+    pages = own.page_bytes(4) - own.follower.page_bytes(4)
     assert more == shard.lone.weight_bytes(*kind) + ring + pages
 
 
