@@ -32,7 +32,7 @@ class TargetRequest:
     keeps_stored: bool = True  # whether sets may stay as stored, such as a head the embedding
     measured: bool | None = None  # see `Settings`, as of the next
     must_keep: bool = True
-    # choose bits alone: of the group sizes that divide a set's rows it gets the largest
+    # choose bits alone: each set gets the largest of the group sizes that divide its rows
     largest_groups: bool = False
 
 

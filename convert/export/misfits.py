@@ -174,7 +174,7 @@ def _ways_out(source: PackedSource, misfits: Sequence[Misfit]) -> str:
 
 
 def _joined(hints: Iterable[str]) -> str:
-    """Options of all hints, each once: of a method and of what is part of it, the method's."""
+    """Options of all hints, each once, and none that another hint contains."""
     found = list(dict.fromkeys(hints))
     return " ".join(hint for hint in found if not any(hint in own for own in found if own != hint))
 

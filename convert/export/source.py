@@ -193,13 +193,13 @@ def wrong_scale(
 
 
 def as_one(source: PackedSource, linear: Linear, bits: int) -> str | None:
-    """The conversion options that give a linear the same bits as the others; None for none."""
+    """Conversion options that give a linear the bits of the others; None if no option does."""
     if linear.module == HEAD:
         return PLAIN_HEAD
     if (method := _method_of_chosen(source, linear)) is not None:
-        # which keeps the recipe's bits; those of the head are others than those of the layers
+        # A named method keeps the recipe's bits, of which the head has more than the layers.
         return f"--method {method} {PLAIN_HEAD}"
-    if linear.bits == bits:  # group sizes have no such option
+    if linear.bits == bits:  # its group size differs, for which there is no option
         return None
     return f"--bits '*.{linear.module.rpartition('.')[2]}={bits}'"
 
@@ -211,7 +211,7 @@ def _method_of_chosen(source: PackedSource, linear: Linear) -> str | None:
         return None
     overrides = [Override.parse(text) for text in manifest.recipe["overrides"]]
     named = [one for one in overrides if fnmatchcase(linear.module, one.pattern)]
-    # Overrides of chosen bits state their group size; --bits takes one, too, which few give.
+    # Chosen bits are told from those of --bits by their group size, which few give with --bits.
     return manifest.recipe["method"] if named and named[-1].group_size else None
 
 

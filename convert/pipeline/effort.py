@@ -130,7 +130,7 @@ def _fixed_bits(source: Checkpoint, recipe: Recipe, plan: Plan) -> str | None:
     free = (fused for fused in sets if recipe.head is None or fused.layer is not None)
     schemes = [plan.schemes[module] for fused in free for module in fused.modules]
     if not any(scheme is not None and scheme.bits > min(USUAL_BITS) for scheme in schemes):
-        return f"no linear beside the head of --lm-head has more than {min(USUAL_BITS)} to give"
+        return f"--lm-head fixes the head, and all else has {min(USUAL_BITS)} bits"
     return None
 
 

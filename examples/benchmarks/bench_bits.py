@@ -3,12 +3,12 @@
     python examples/benchmarks/bench_bits.py
     python examples/benchmarks/bench_bits.py --ways
 
-Random weights in five mixes: uniform INT4 in groups of 128 with an INT8 head; bits as costs choose
-them from 4 and 8 in groups of 32, 64 and 128, by the costs of two models; from groups of 64 and
-128; from groups of 128 alone.
+Random weights in five mixes of the same bytes: uniform INT4 in groups of 128 with an INT8 head; 4
+and 8 bits in groups of 32, 64 and 128 as the costs of either of two models choose them; in groups
+of 64 and 128; in groups of 128 alone.
 Tokens per second of 1, 16 and 64 sequences together, 128 tokens after prompts of 64, medians of
 three runs after the first, by exact inputs and by inputs in eight bits. The uniform mix comes again
-at the end: what differs there is noise.
+at the end: the difference of its two rows is noise.
 
 `--ways` needs no GPU: the kernels that an H200 takes for each mix, by their share of the bytes.
 """
@@ -44,10 +44,10 @@ SCHEMES = {
     "a": Scheme(4, 128), "b": Scheme(4, 64), "c": Scheme(4, 32),
     "A": Scheme(8, 128), "B": Scheme(8, 64), "C": Scheme(8, 32),
 }  # fmt: skip
-# A letter for each of the 36 layers. The chosen ones solve the same problem as `--effort high`, the
-# least sum of costs at the bytes of the uniform mix, with the costs of SmolLM2-135M, of `coder` of
-# Qwen2.5-Coder-0.5B (estimated by `lowbit-convert sensitivity`), for a part of the same kind in the
-# layer as far down. Those of Coder ask for small groups nearly everywhere.
+# A letter for each of the 36 layers. Chosen mixes have the least sum of costs at the bytes of the
+# uniform one, as `--effort high` chooses. The cost of a linear is that of the same kind at the same
+# relative depth in SmolLM2-135M, for `coder` in Qwen2.5-Coder-0.5B, estimated by `lowbit-convert
+# sensitivity`. Coder's costs ask for small groups nearly everywhere.
 MIXES = {
     "uniform": {
         "self_attn.qkv": 36 * "a", "self_attn.o_proj": 36 * "a",

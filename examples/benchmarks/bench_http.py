@@ -84,7 +84,7 @@ async def stub(channel: Channel[ToEngine], step_s: float) -> None:
     running.cancel()
 
 
-async def hasty_stub(channel: Channel[ToEngine], times: Pipe) -> None:
+async def one_token_stub(channel: Channel[ToEngine], times: Pipe) -> None:
     """Answer every request with one token at once, and tell when it came."""
     channel.send(FACTS)
     async for message in channel.receive():
@@ -97,7 +97,7 @@ async def hasty_stub(channel: Channel[ToEngine], times: Pipe) -> None:
 def engine(sock: socket.socket, step_s: float, times: Pipe | None) -> None:
     """The stub's process; in a burst it has a pipe for the times."""
     channel = Channel[ToEngine](sock, ToEngine)
-    asyncio.run(stub(channel, step_s) if times is None else hasty_stub(channel, times))
+    asyncio.run(stub(channel, step_s) if times is None else one_token_stub(channel, times))
 
 
 def serve(sock: socket.socket, listening: socket.socket) -> None:

@@ -1,8 +1,8 @@
 """A child process (`worker.py`) whose jobs an event loop awaits, many at a time.
 
 They are written one behind another, so that the child begins the next one by itself, and the loop
-hears of several at once. A thread for each, which waits for its reply, cost a request in company of
-63 others half of its time. A job that ends the child fails; those behind it go to another child.
+reads several replies at once. When a thread waited for each reply, that took half the time of a
+request beside 63 others. A job that ends the child fails; those behind it go to another child.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class JobQueue:
         memory_bytes: int = MEMORY_BYTES,
         library: Library = "jinja2",
     ) -> None:
-        """Keep the limits, as `Worker` has them."""
+        """Keep the limits, which are those of `Worker`; no process is started yet."""
         self._seconds, self._memory_bytes, self._library = seconds, memory_bytes, library
         self._loop = asyncio.get_running_loop()
         self._jobs: deque[_Job] = deque()  # whose replies have not come, in their order
@@ -56,9 +56,9 @@ class JobQueue:
         self._end: weakref.finalize[[subprocess.Popen[bytes]], JobQueue] | None = None
         self._input = self._output = -1  # descriptors of the child
         self._ready = False  # it has reported so
-        self._unsent = bytearray()  # what its pipe has no room for
-        self._waits = False  # for room in the pipe
-        self._parts: list[bytes] = []  # of a reply that has not come whole
+        self._unsent = bytearray()  # jobs, or parts of one, that are not in the pipe yet
+        self._pipe_full = False  # the loop waits for room in it
+        self._parts: list[bytes] = []  # of a reply whose end has not come
         self._closing = threading.Lock()
         self._closed = False
 
@@ -68,7 +68,7 @@ class JobQueue:
         A failure is not reported here; the next `ask` meets it again.
         """
         with contextlib.suppress(ResourceError):
-            self._put(_Job(line_of(job, self._seconds), None))
+            self._submit(_Job(line_of(job, self._seconds), None))
 
     async def ask(self, job: Mapping[str, Any]) -> Any:
         """Result of a job; errors as in `Worker.ask`."""
@@ -76,9 +76,9 @@ class JobQueue:
         return value_of(json.loads(line.decode()))
 
     async def ask_from_thread(self, job: Mapping[str, Any]) -> Any:
-        """Result of a job, for `blocking` functions of other threads: it blocks and never waits."""
+        """Result of a job, for other threads: blocks without an await, see `blocking`."""
         line = line_of(job, self._seconds)
-        with self._closing:  # what is begun before `close` is heard of by it
+        with self._closing:  # so that `close` fails what is begun before it
             self._check_open()
             asked = asyncio.run_coroutine_threadsafe(self._reply(line), self._loop)
         return value_of(json.loads(asked.result()))
@@ -88,12 +88,12 @@ class JobQueue:
         with self._closing:
             self._closed = True
         self._stop()
-        self._fail(self._ended_error())
+        self._fail_all(self._ended_error())
 
     async def _reply(self, line: bytes) -> bytes:
         self._check_open()
         reply: asyncio.Future[bytes] = self._loop.create_future()
-        self._put(_Job(line, reply))
+        self._submit(_Job(line, reply))
         return await reply
 
     def _check_open(self) -> None:
@@ -103,14 +103,14 @@ class JobQueue:
     def _ended_error(self) -> ResourceError:
         return ResourceError(f"the process that runs {self._library} has been ended")
 
-    def _put(self, job: _Job) -> None:
+    def _submit(self, job: _Job) -> None:
         if self._child is not None and not self._jobs and self._child.poll() is not None:
-            self._stop()  # killed from outside between two jobs
+            self._stop()  # it was killed from outside between two jobs
         if self._child is None:
             self._start()
         self._jobs.append(job)
         self._unsent += job.line
-        if not self._waits:
+        if not self._pipe_full:
             self._write()
 
     def _start(self) -> None:
@@ -122,18 +122,18 @@ class JobQueue:
         self._input, self._output = child.stdin.fileno(), child.stdout.fileno()
         for descriptor in (self._input, self._output):
             os.set_blocking(descriptor, False)
-        self._loop.add_reader(self._output, self._hear)
+        self._loop.add_reader(self._output, self._read)
 
     def _stop(self) -> None:
-        """Let go of the child, which has ended or is ended now."""
+        """End the child if it has not ended, and forget it."""
         if self._child is None or self._end is None:
             return
         self._loop.remove_reader(self._output)
-        if self._waits:
+        if self._pipe_full:
             self._loop.remove_writer(self._input)
         self._end()
         self._child = self._end = None
-        self._waits = False
+        self._pipe_full = False
         self._unsent.clear()
         self._parts.clear()
 
@@ -143,18 +143,18 @@ class JobQueue:
             del self._unsent[: os.write(self._input, self._unsent)]
         except BlockingIOError:
             pass
-        except OSError:  # the child has ended, of which `_hear` hears
+        except OSError:  # the child has ended, which `_read` finds
             self._unsent.clear()
-        if bool(self._unsent) is self._waits:
+        if bool(self._unsent) is self._pipe_full:
             return
-        self._waits = not self._waits
-        if self._waits:
+        self._pipe_full = not self._pipe_full
+        if self._pipe_full:
             self._loop.add_writer(self._input, self._write)
         else:
             self._loop.remove_writer(self._input)
 
-    def _hear(self) -> None:
-        """Take what the child has written."""
+    def _read(self) -> None:
+        """Read what the child has written, and hand on whole lines."""
         try:
             data = os.read(self._output, READ_BYTES)
         except BlockingIOError:
@@ -162,17 +162,17 @@ class JobQueue:
         except OSError:
             data = b""
         if not data:
-            self._replace()
+            self._restart()
             return
         *whole, rest = data.split(b"\n")
         for part in whole:
             line = b"".join((*self._parts, part))
             self._parts.clear()
-            self._take(line)
+            self._handle_line(line)
         if rest and self._child is not None:
             self._parts.append(rest)
 
-    def _take(self, line: bytes) -> None:
+    def _handle_line(self, line: bytes) -> None:
         if self._ready:
             reply = self._jobs.popleft().reply
             if reply is not None and not reply.done():
@@ -182,27 +182,27 @@ class JobQueue:
         reason = json.loads(line).get("message")
         if reason is not None:
             self._stop()
-            self._fail(not_started(self._library, reason))
+            self._fail_all(not_started(self._library, reason))
 
-    def _replace(self) -> None:
+    def _restart(self) -> None:
         """Fail the job that has ended the child, and give the others to another one."""
         child, ready = self._child, self._ready
         self._stop()
         error = error_of_end(0 if child is None else child.returncode)
         if not ready:
-            self._fail(not_started(self._library, str(error)))
+            self._fail_all(not_started(self._library, str(error)))
         elif self._jobs:
             _fail_one(self._jobs.popleft(), error)
         left = [job for job in self._jobs if job.reply is not None and not job.reply.done()]
         self._jobs.clear()
         try:
             for job in left:
-                self._put(job)
+                self._submit(job)
         except LowbitError as problem:
             self._jobs = deque(left)
-            self._fail(problem)
+            self._fail_all(problem)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail_all(self, error: Exception) -> None:
         """Fail all jobs."""
         while self._jobs:
             _fail_one(self._jobs.popleft(), error)

@@ -187,7 +187,10 @@ class Worker:
 
 
 def blocking(work: Callable[P, Coroutine[Any, Any, Result]]) -> Callable[P, Result]:
-    """The function that runs a coroutine to its end, in which nothing waits: an `Ask` blocks."""
+    """Make a plain function of a coroutine function that never suspends.
+
+    Its only awaits are of an `Ask` that blocks, such as `Worker.ask_blocking`.
+    """
 
     @wraps(work)
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:

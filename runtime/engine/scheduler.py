@@ -389,24 +389,24 @@ def chunk_ends_of(ids: Ids[int], message_ends: Collection[int], chunk: int) -> l
     """Lengths at which a prompt is cut into chunks, in ascending order.
 
     There is a cut after `chunk` tokens, and after every message that ends LEAST tokens or more
-    behind the last one that was a cut: a picture of a whole chunk and a few words are one, too.
+    behind the last message that got one. So a picture of a whole chunk and a few words get one.
 
     Returns:
         Lengths up to `len(ids)`; that length itself only where it is a cut too.
     """
     chunk_ends: list[int] = []
-    last = behind = 0  # the last cut, and the last one after a message
+    last = last_message = 0  # the last cut, and the last one after a message
     ends = [index + 1 for index, id in enumerate(ids) if id in message_ends] if message_ends else []
     for end in (*ends, len(ids)):
         while end - last > chunk:
             last += chunk
             chunk_ends.append(last)
-        message = end - behind >= LEAST and bool(ends) and end <= ends[-1]
-        if end - last == chunk or message:
+        is_message = end - last_message >= LEAST and bool(ends) and end <= ends[-1]
+        if end - last == chunk or is_message:
             last = end
             chunk_ends.append(last)
-        if message:
-            behind = end
+        if is_message:
+            last_message = end
     return chunk_ends
 
 

@@ -23,7 +23,7 @@ BLANK = ("%0A", "%0D", "%20", "%0a", "%0d", "\\n", "\\r")
 MOST_ESCAPES = 1 << 18  # others, each of which takes 240 bytes while it is read
 TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 BLANKS = b" \t\n\r\v\f\x1c\x1d\x1e\x1f"
-WIDE_BLANKS = (
+WIDE_BLANKS = (  # all others for which `str.isspace` is true
     "\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
     "\u2028\u2029\u202f\u205f\u3000"
 )
@@ -86,7 +86,7 @@ def bytes_of_base64(text: str, most_bytes: int = MOST_BYTES) -> bytes:
 def _in_standard(text: str) -> str:
     """Base64 without blanks, in its usual alphabet.
 
-    `split` would make 50 bytes of every piece, and nothing else would run meanwhile.
+    `str.split` would make an object of 50 bytes for every piece, and hold the interpreter's lock.
     """
     if not text.isascii():
         for blank in WIDE_BLANKS:

@@ -28,7 +28,7 @@ ORIENTATION = 0x0112  # tag of EXIF
 MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 DEPTH = 24  # place of the byte of a PNG's header that states the bits of a color
 SCAN, END, BARE = 0xDA, 0xD9, (0x01, 0xD8)  # its second byte; the last have no length
-FEWER = "leave out the oldest ones"  # of the images of a prompt
+FEWER_IMAGES = "leave out the oldest ones"  # hint where a prompt has too many images
 TAKEN = "PNG, JPEG, WebP, GIF, BMP or AVIF"
 SIGNS: Mapping[str, tuple[bytes, ...]] = {  # first bytes of files
     "PNG": (b"\x89PNG\r\n\x1a\n",),
@@ -60,7 +60,7 @@ class ImageLimits:
 
     most_bytes: int = MOST_BYTES
     most_pixels: int = MOST_PIXELS
-    left_pixels: int = MOST_PIXELS  # that other images of its prompt have left
+    left_pixels: int = MOST_PIXELS  # what other images of its prompt leave of the prompt's limit
 
 
 def decode_image(content: bytes, limits: ImageLimits = ImageLimits()) -> "Image":
@@ -168,7 +168,7 @@ def _check_size(width: int, height: int, limits: ImageLimits) -> None:
         raise RequestError(
             f"an image has {size} = {width * height} pixels, all of its prompt may have "
             f"{limits.left_pixels} more",
-            hint=FEWER,
+            hint=FEWER_IMAGES,
         )
     if max(width, height) > MOST_ASPECT * min(width, height):
         raise RequestError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from lowbit.formats.errors import RequestError
 from lowbit.formats.fields import shown
 from lowbit.formats.image_settings import ImageSettings
-from lowbit.runtime.images.decode import FEWER, ImageLimits, decode_image
+from lowbit.runtime.images.decode import FEWER_IMAGES, ImageLimits, decode_image
 from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.images.size import smart_size
 
@@ -65,7 +65,7 @@ class Picture:
 
 def too_many() -> RequestError:
     """The error of a prompt with more images than it may have."""
-    return RequestError(f"a prompt may have {MOST_IMAGES} images, this one has more", FEWER)
+    return RequestError(f"a prompt may have {MOST_IMAGES} images, this one has more", FEWER_IMAGES)
 
 
 def digest_of(file: bytes, settings: ImageSettings) -> bytes:

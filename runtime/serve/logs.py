@@ -148,9 +148,7 @@ def id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 MOST_WAITING_BYTES = 1 << 20  # of lines that are not written yet
 FLUSH_S = 1.0
-GATHER_S = (
-    0.01  # of further lines, which are written together: to wake a thread costs as much as two
-)
+GATHER_S = 0.01  # lines that come in it are written together: a thread's wake costs as much as two
 LOGGERS = (
     ("lowbit.serve", logging.INFO),
     ("uvicorn.error", logging.WARNING),
@@ -233,7 +231,7 @@ class ThreadedHandler(logging.Handler):
 
 def set_up_logs() -> None:
     """Write the messages of the server, of uvicorn and of asyncio to stderr."""
-    # No line says these, and to look them up takes a third of its time.
+    # No line names these, and to look them up takes a third of a line's time.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = _handler()
     handler.setFormatter(Line())

@@ -68,16 +68,16 @@ def send_unchunked(cycle: RequestResponseCycle) -> None:
     cycle.send = plain  # type: ignore[method-assign]
 
 
-def has_come(receive: Callable[..., Any]) -> bool:
-    """True if the whole body of a request is there, so that `receive`, first called, waits not."""
+def has_whole_body(receive: Callable[..., Any]) -> bool:
+    """True if the whole body of a request has come: the first call of `receive` returns it."""
     cycle = getattr(receive, "__self__", None)
     return isinstance(cycle, RequestResponseCycle) and not cycle.more_body
 
 
-class Starts:
-    """Requests that are about to start, a few in each turn of the event loop.
+class StartQueue:
+    """Requests that wait to start, a few in each turn of the event loop.
 
-    Of many that come together the first ones are then at the engine while the others are read, and
+    When many come together, the first ones reach the engine while the others are still read, and
     answers under way are written in between.
     """
 
@@ -102,7 +102,7 @@ class TimedProtocol(HttpToolsProtocol):
     """Uvicorn's protocol, with limits of the time and size of requests."""
 
     def __init__(
-        self, *args: Any, head_s: float, stalled_s: float, starts: Starts, **options: Any
+        self, *args: Any, head_s: float, stalled_s: float, starts: StartQueue, **options: Any
     ) -> None:
         """Prepare for a connection.
 

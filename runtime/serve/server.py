@@ -17,7 +17,7 @@ import uvicorn
 
 from lowbit.formats.errors import ResourceError
 from lowbit.runtime.serve.app import App
-from lowbit.runtime.serve.protocol import Starts, TimedProtocol
+from lowbit.runtime.serve.protocol import StartQueue, TimedProtocol
 from lowbit.runtime.serve.service import Service
 from lowbit.runtime.serve.settings import SWITCH_S
 
@@ -94,7 +94,7 @@ class Server(uvicorn.Server):
             TimedProtocol,
             head_s=settings.head_timeout_s,
             stalled_s=settings.request_timeout_s,
-            starts=Starts(),
+            starts=StartQueue(),
         )
         config = uvicorn.Config(
             app,

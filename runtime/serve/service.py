@@ -35,8 +35,8 @@ from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.settings import ServeSettings
 
 log = logging.getLogger("lowbit.serve")
-THREADS = 4  # parse long bodies and encode their prompts
-IMAGE_THREADS = 2  # do so for requests with images; a large one takes seconds and a GB to decode
+THREADS = 4  # parse long bodies, prepare requests that are long or have schemas
+IMAGE_THREADS = 2  # prepare requests with images; a large one takes seconds and a GB to decode
 NEWCOMERS = 16  # requests beyond a full queue, of clients that have no other
 SHORT_LIFE_S = 30.0  # of an engine that would end again
 READING = 32  # requests whose bodies may be waited for, or read while the queue is full

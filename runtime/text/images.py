@@ -26,7 +26,7 @@ INSTEAD: Mapping[str, str] = {  # what to send in place of other kinds
     "document": "send its text, or its pages as images",
     "audio": "send what is said as text",
 }
-ADDRESSES = (("http:",), ("https:",))  # what paths begin with that are none
+ADDRESSES = (("http:",), ("https:",))  # first parts of web addresses that were taken for paths
 
 
 def word_of(type: object) -> str:

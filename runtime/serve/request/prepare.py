@@ -23,7 +23,7 @@ from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.errors import ApiError, ClientLeftError, invalid, of_lowbit
 from lowbit.runtime.serve.link.messages import Constraints
 from lowbit.runtime.serve.logs import Record
-from lowbit.runtime.serve.protocol import has_come
+from lowbit.runtime.serve.protocol import has_whole_body
 from lowbit.runtime.serve.request.body import AnswerBody, ModelBody
 from lowbit.runtime.serve.request.contents import images_of
 from lowbit.runtime.serve.request.explain import FEWER, WRONG, explained, got
@@ -395,7 +395,7 @@ async def _read(http: HttpRequest, pending: PendingBodies, most: int) -> bytes:
     declared = http.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > most:
         raise _too_large(most)
-    if has_come(http.receive):
+    if has_whole_body(http.receive):
         message = await http.receive()  # which does not wait
         if message["type"] == "http.disconnect":
             raise ClientLeftError

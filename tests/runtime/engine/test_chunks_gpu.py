@@ -26,31 +26,9 @@ pytestmark = [
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 IDS = torch.randint(4000, (6000,), generator=torch.Generator().manual_seed(8)).tolist()
-LENGTHS = (
-    1,
-    3,
-    7,
-    9,
-    13,
-    16,
-    17,
-    32,
-    33,
-    64,
-    65,
-    100,
-    128,
-    129,
-    192,
-    250,
-    257,
-    500,
-    513,
-    700,
-    800,
-    1000,
-    1024,
-)
+SHORT = (1, 3, 7, 9, 13, 16)
+LONG = (17, 32, 33, 64, 65, 100, 128, 129, 192, 250, 257, 500, 513, 700, 800, 1000, 1024)
+LENGTHS = (*SHORT, *LONG)
 NEW = 12
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from lowbit.runtime.serve.protocol import MOST_STARTS, Starts
+from lowbit.runtime.serve.protocol import MOST_STARTS, StartQueue
 from lowbit.runtime.serve.request import prepare
 from lowbit.runtime.serve.settings import SHORT_BODY_BYTES
 from tests.runtime.serve.conftest import NAME, Running
@@ -90,7 +90,7 @@ def test_few_requests_start_in_one_turn_of_the_loop() -> None:
     seen: list[object] = []
 
     async def run() -> None:
-        starts, loop = Starts(), asyncio.get_running_loop()
+        starts, loop = StartQueue(), asyncio.get_running_loop()
         for number in range(2 * MOST_STARTS + 1):
             starts.add(partial(seen.append, number))
         loop.call_soon(seen.append, "another")
