@@ -1,11 +1,14 @@
 """Routes: methods, paths that almost match, and paths of any length."""
 
 import logging
+from typing import Any
 
 import httpx2
 import pytest
 
+from lowbit.formats.errors import LowbitError
 from lowbit.runtime.serve import app
+from lowbit.runtime.serve.apis import chat
 from lowbit.runtime.serve.errors import MOST_QUOTED
 from tests.runtime.serve.conftest import NAME, Running, until
 
@@ -65,3 +68,28 @@ def test_long_paths_are_cut(server: Running, path: str, caplog: pytest.LogCaptur
     assert len(found.content) < 2 * MOST_QUOTED
     [line] = [each for each in caplog.messages if "xxx" in each]
     assert len(line) < 4 * MOST_QUOTED
+
+
+def test_an_error_in_a_response_that_has_begun_ends_it(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second response in the first one would be counted in its place."""
+
+    async def failing(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"some", "more_body": True})
+        raise LowbitError("too late")
+
+    async def endpoint(http: Any) -> Any:
+        return failing
+
+    path = "/v1/chat/completions"
+    [route] = [each for each in chat.router.routes if getattr(each, "path", "") == path]
+    monkeypatch.setattr(route, "endpoint", endpoint)
+    until(lambda: not server.service.active)
+    responses = server.service.metrics.responses
+    before = responses.copy()
+    with pytest.raises(httpx2.RemoteProtocolError):
+        httpx2.post(f"{server.url}{path}", json={})
+    until(lambda: bool(responses - before))
+    assert responses - before == {(path, 200): 1}
