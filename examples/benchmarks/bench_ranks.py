@@ -12,7 +12,7 @@ that these part soon.
 
 With --draft-with, two more columns: tokens per second of a sequence in rounds whose drafts are all
 right, made by the head or a drafter and then replaced by those of the known answer, and the steps
-that such a round takes. A mark says that the answer was not that without drafts.
+that such a round takes. `!` marks an answer that differs from the one without drafts.
 """
 
 import gc
@@ -120,7 +120,7 @@ def measured(
     """A line of figures, and a greedy answer."""
     started = time.perf_counter()
     most = max(together)
-    length = max(PROMPT + NEW, *prompts) + 24
+    length = max(PROMPT + NEW, *prompts) + 24  # and the drafts of a round
     options = replace(
         options,
         tensor_parallel=ranks,
@@ -160,7 +160,7 @@ def numbers(_context: object, _option: object, text: str) -> tuple[int, ...]:
 @click.option("--prompts", default="2048,8000", callback=numbers, show_default=True)
 @click.option("--recipe", default="int4", show_default=True)
 @click.option("--activations", type=click.Choice(ACTIVATIONS), default="exact", show_default=True)
-@click.option("--draft-with", metavar="head|dflash|DIR", help="Who drafts; nobody by default.")
+@click.option("--draft-with", metavar="head|dflash|DIR", help="What drafts; nothing by default.")
 @click.option("--drafts", default=7, show_default=True, help="Of a round.")
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path), help="Where folders are written.")

@@ -112,7 +112,7 @@ class RandomWeights:
     bits: int
     device: str = "cuda"
     activations: Activations = "exact"  # inputs of packed linears; see `HEAD_INPUTS`
-    schemes: Mapping[str, Scheme] = field(default_factory=dict)  # of modules other than by `bits`
+    schemes: Mapping[str, Scheme] = field(default_factory=dict)  # of modules without `bits`
     head_rows: int = 0  # of a drafter's heads; 0 for all
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:

@@ -27,11 +27,11 @@ MOST_NAME = 80  # characters of one
 
 @dataclass(slots=True)
 class Record:
-    """Facts of one request: for its line of the log, for the metrics, and on its way."""
+    """Facts of one request, for its line of the log, the metrics, and the way it is prepared."""
 
     client: str = ""  # who asks, by `auth.client_of`; not logged
     id: str = ""  # see `id_of`; a header and every line of the log name it
-    short: bool = False  # its body is one that the event loop prepares
+    short: bool = False  # the event loop may prepare it, see `request.prepare`
     # Time of its first byte, by `time.perf_counter`
     started: float = field(default_factory=time.perf_counter)
     status: int = 0  # of the response, once it has begun
