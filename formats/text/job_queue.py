@@ -3,6 +3,8 @@
 They are written one behind another, so that the child begins the next one by itself, and the loop
 reads several replies at once. When a thread waited for each reply, that took half the time of a
 request beside 63 others. A job that ends the child fails; those behind it go to another child.
+A child that writes nothing for longer than a job may take is ended: its own timer does not run out
+while it is stopped.
 """
 
 import asyncio
@@ -22,6 +24,7 @@ from lowbit.formats.text.worker import (
     MEMORY_BYTES,
     SECONDS,
     Library,
+    WorkerError,
     end_child,
     error_of_end,
     line_of,
@@ -31,6 +34,7 @@ from lowbit.formats.text.worker import (
 )
 
 READ_BYTES = 1 << 16
+SILENT_S = 10.0  # beside the time of a job: for a child to start, or to be ended by its own timer
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +63,8 @@ class JobQueue:
         self._unsent = bytearray()  # jobs, or parts of one, that are not in the pipe yet
         self._pipe_full = False  # the loop waits for room in it
         self._parts: list[bytes] = []  # of a reply whose end has not come
+        self._heard = 0.0  # time of the loop at which it last had no job, or wrote something
+        self._watch: asyncio.TimerHandle | None = None  # looks for its silence while there are jobs
         self._closing = threading.Lock()
         self._closed = False
 
@@ -87,6 +93,8 @@ class JobQueue:
         """End the child; whoever waits gets an error."""
         with self._closing:
             self._closed = True
+        if self._watch is not None:
+            self._watch.cancel()
         self._stop()
         self._fail_all(self._ended_error())
 
@@ -108,7 +116,11 @@ class JobQueue:
             self._stop()  # it was killed from outside between two jobs
         if self._child is None:
             self._start()
+        if not self._jobs:
+            self._heard = self._loop.time()
         self._jobs.append(job)
+        if self._watch is None:
+            self._look_later()
         self._unsent += job.line
         if not self._pipe_full:
             self._write()
@@ -164,6 +176,7 @@ class JobQueue:
         if not data:
             self._restart()
             return
+        self._heard = self._loop.time()
         *whole, rest = data.split(b"\n")
         for part in whole:
             line = b"".join((*self._parts, part))
@@ -184,11 +197,29 @@ class JobQueue:
             self._stop()
             self._fail_all(not_started(self._library, reason))
 
-    def _restart(self) -> None:
-        """Fail the job that has ended the child, and give the others to another one."""
+    def _look_later(self) -> None:
+        """Look once the child may have been silent for too long; one timer serves all jobs."""
+        self._watch = self._loop.call_at(self._heard + self._seconds + SILENT_S, self._look)
+
+    def _look(self) -> None:
+        self._watch = None
+        if not self._jobs:
+            return
+        if self._loop.time() < self._heard + self._seconds + SILENT_S:
+            self._look_later()
+        else:
+            self._restart(WorkerError("time", "no answer"))
+
+    def _restart(self, error: WorkerError | None = None) -> None:
+        """Fail the job that the child has at hand, and give the others to another one.
+
+        Args:
+            error: reason to end the child; None for one that has ended.
+        """
         child, ready = self._child, self._ready
         self._stop()
-        error = error_of_end(0 if child is None else child.returncode)
+        if error is None:
+            error = error_of_end(0 if child is None else child.returncode)
         if not ready:
             self._fail_all(not_started(self._library, str(error)))
         elif self._jobs:

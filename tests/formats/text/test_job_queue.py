@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lowbit.formats.errors import ResourceError
-from lowbit.formats.text.job_queue import JobQueue
+from lowbit.formats.text.job_queue import SILENT_S, JobQueue
 from lowbit.formats.text.worker import MEMORY_BYTES, SECONDS, Library, WorkerError, blocking
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -81,6 +81,36 @@ def test_a_child_that_was_killed_between_two_jobs_is_replaced() -> None:
         os.kill(pid_of(queue), signal.SIGKILL)
         os.waitid(os.P_PID, pid_of(queue), os.WEXITED | os.WNOWAIT)
         assert await kinds(queue, "b") == ["b"]
+
+    run(work)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 2 * SILENT_S])
+def test_a_child_that_is_stopped_is_replaced(
+    late_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job that it has at hand has failed by then, those behind it are done by another child."""
+
+    async def work(queue: JobQueue) -> None:
+        loop = asyncio.get_running_loop()
+        time = loop.time
+        assert await kinds(queue, "a") == ["a"]
+        monkeypatch.setattr(loop, "time", lambda: time() + late_s)  # another job, much later
+        child = pid_of(queue)
+        os.kill(child, signal.SIGSTOP)
+        os.waitid(os.P_PID, child, os.WSTOPPED)
+        asked = asyncio.ensure_future(kinds(queue, "b", "c"))
+        while len(queue._jobs) < 2:
+            await asyncio.sleep(0)
+        before_s = late_s + SECONDS
+        monkeypatch.setattr(loop, "time", lambda: time() + before_s)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert pid_of(queue) == child
+        after_s = before_s + 2 * SILENT_S
+        monkeypatch.setattr(loop, "time", lambda: time() + after_s)
+        assert await asked == ["time", "c"]
+        assert pid_of(queue) != child
 
     run(work)
 
