@@ -13,6 +13,7 @@ from lowbit.runtime.serve.settings import LOOPBACK, ServeSettings
 
 Headers = Sequence[tuple[bytes, bytes]]  # names in lower case
 
+MOST_ADDRESS = 64  # characters; an address with a zone has fewer
 OPEN_PATHS = frozenset({"/", "/docs", "/health"})
 OPEN_FOLDER = "/page/"  # of the page at `/`, which asks for the key
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^][\s/?#@:,\\]+)(:[0-9]*)?", re.IGNORECASE)
@@ -42,9 +43,10 @@ def client_of(scope: Mapping[str, Any]) -> str:
     """The client of a request: its address, of IPv6 the 64 bits that a client cannot choose.
 
     All clients show one key, which tells nobody apart. Behind a proxy on this machine uvicorn takes
-    the address from `X-Forwarded-For`.
+    the address from `X-Forwarded-For`, where a client may have written anything.
     """
-    return _client_at(str((scope.get("client") or ("",))[0]))
+    host: str = (scope.get("client") or ("",))[0]
+    return _client_at(host[:MOST_ADDRESS])
 
 
 @lru_cache(1024)  # one asks many times

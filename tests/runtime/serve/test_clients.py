@@ -5,7 +5,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from lowbit.runtime.serve.auth import client_of
+from lowbit.runtime.serve.auth import MOST_ADDRESS, client_of
 from lowbit.runtime.serve.settings import ServeSettings
 from tests.runtime.serve.conftest import (
     LONG,
@@ -91,8 +91,10 @@ def test_the_queue_that_one_client_fills_is_open_to_another(server: Running) -> 
         ("2001:db8:1:2:3:4:5:6", "2001:0db8:0001:0002"),
         ("2001:db8:1:2::9", "2001:0db8:0001:0002"),
         ("a proxy's nonsense", "a proxy's nonsense"),
+        ("x" * 60_000, "x" * MOST_ADDRESS),  # no more of it is kept
         (None, ""),
     ],
+    ids=lambda given: str(given)[:MOST_ADDRESS],
 )
 def test_a_client_is_an_address(host: str | None, client: str) -> None:
     assert client_of({"client": None if host is None else (host, 5)}) == client
