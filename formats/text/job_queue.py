@@ -220,10 +220,9 @@ class JobQueue:
         self._stop()
         if error is None:
             error = error_of_end(0 if child is None else child.returncode)
-        if not ready:
-            self._fail_all(not_started(self._library, str(error)))
-        elif self._jobs:
-            _fail_one(self._jobs.popleft(), error)
+        if self._jobs:
+            failed = error if ready else not_started(self._library, str(error))
+            _fail_one(self._jobs.popleft(), failed)
         left = [job for job in self._jobs if job.reply is not None and not job.reply.done()]
         self._jobs.clear()
         try:

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,8 +12,16 @@ from typing import Any
 import pytest
 
 from lowbit.formats.errors import ResourceError
+from lowbit.formats.text import job_queue
 from lowbit.formats.text.job_queue import SILENT_S, JobQueue
-from lowbit.formats.text.worker import MEMORY_BYTES, SECONDS, Library, WorkerError, blocking
+from lowbit.formats.text.worker import (
+    MEMORY_BYTES,
+    SECONDS,
+    Library,
+    WorkerError,
+    blocking,
+    start_child,
+)
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -181,6 +191,25 @@ def test_a_library_that_cannot_be_imported_is_an_error_of_every_job(
             assert found.startswith("the process that runs tokenizers cannot start: ")
 
     run(work, library="tokenizers")
+
+
+def test_a_child_that_dies_at_its_start_fails_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    dying = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    starts = iter((False, True))
+
+    def start(library: Library, memory_bytes: int) -> subprocess.Popen[bytes]:
+        if next(starts):
+            return start_child(library, memory_bytes)
+        return subprocess.Popen(dying, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    monkeypatch.setattr(job_queue, "start_child", start)
+
+    async def work(queue: JobQueue) -> None:
+        first, *others = await kinds(queue, "a", "b", "c")
+        assert first == "the process that runs jinja2 cannot start: SIGKILL"
+        assert others == ["b", "c"]
+
+    run(work)
 
 
 def test_a_coroutine_that_waits_is_no_blocking_function() -> None:
