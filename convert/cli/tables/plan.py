@@ -117,11 +117,16 @@ def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
                 console.print(f"! {warning}")
         for reason in reasons:
             console.print(f"  {reason}")
-    if misfits := one_scheme_misfits(made):
-        console.print(
-            f"export to gptq or awq: needs --dequantize for {', '.join(misfits)}; mlx and gguf "
-            "need nothing"
-        )
+    if needs := _one_scheme_needs(ahead):
+        console.print(f"export to gptq or awq: {needs}; mlx and gguf need nothing")
+
+
+def _one_scheme_needs(ahead: Estimate) -> str:
+    """What containers with one scheme for all linears need; empty where they need nothing."""
+    if ahead.effort is not None and ahead.effort.way.costs is not None:
+        return f"convert with --method {ahead.effort.way.method} --lm-head bf16"
+    misfits = one_scheme_misfits(ahead.plan)
+    return f"needs --dequantize for {', '.join(misfits)}" if misfits else ""
 
 
 def _tower(made: Plan) -> str:
@@ -268,7 +273,7 @@ def effort_lines(made: EffortPlan) -> list[str]:
         lines.append(
             f"bits are chosen when it begins: 4 or 8, in {groups}, one scheme for q, k and v and "
             f"one for gate and up, as vLLM loads them; --method {made.way.method} keeps the bits "
-            "above, as GPTQ and AWQ need"
+            "above"
         )
     elif made.fixed_bits is not None:
         lines.append(f"bits are not chosen by costs: {made.fixed_bits}")

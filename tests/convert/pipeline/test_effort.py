@@ -204,6 +204,7 @@ def succeeded(done: Result) -> Result:
 
 def test_plan_shows_the_effort(cli_as_typed: Cli, source: Path) -> None:
     shown = " ".join(succeeded(cli_as_typed("plan", source, *CPU)).stdout.split())
+    assert "gptq or awq: convert with --method gptq+rotate --lm-head bf16; mlx and gguf" in shown
     assert f"effort default: {USUAL} at the bytes of INT4, a" in shown
     assert "4 or 8, in the recipe's groups, one scheme for q, k and v" in shown
     assert f"; --effort high: {BEST}, a" in shown
