@@ -122,7 +122,7 @@ def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
 
 
 def _one_scheme_needs(ahead: Estimate) -> str:
-    """What containers with one scheme for all linears need; empty where they need nothing."""
+    """Needs of containers with one scheme for all linears; empty where there are none."""
     if ahead.effort is not None and ahead.effort.way.costs is not None:
         return f"convert with --method {ahead.effort.way.method} --lm-head bf16"
     misfits = one_scheme_misfits(ahead.plan)
