@@ -113,6 +113,14 @@ LILICORR: dict[str, Any] = {
         "lilicorr_logit_scale": 10.0,
     },
 }
+KINDS: dict[str, dict[str, Any]] = {
+    "dflash": CONFIG,
+    "dspark": DSPARK,
+    "xpress": XPRESS,
+    "domino": DOMINO,
+    "dflash2": DFLASH2,
+    "lilicorr": LILICORR,
+}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -23,13 +23,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lowbit.runtime.engine.chunk_images import ChunkImages, new_chunk_images
 from lowbit.runtime.engine.graphs import Graphs, longest_for
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.page_counts import PAGE, SCRATCH
 from lowbit.runtime.state.step import Span, Step, StepPlan
-from lowbit.runtime.state.step_buffers import StepBuffers, new_step_buffers
+from lowbit.runtime.state.step_buffers import (
+    ChunkImages,
+    StepBuffers,
+    new_chunk_images,
+    new_step_buffers,
+)
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 SHORT_WIDTHS = (8, 16)  # tokens; few, since a short chunk has a graph for each length of keys

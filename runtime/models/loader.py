@@ -77,7 +77,7 @@ class OpenedModel:
     activations: Activations = "exact"  # inputs of its packed linears, heads aside
     share: Share = ALONE  # the rank that it is the shard of, see `shards`
     head_rows: int | None = None  # rows that are kept of a drafter's heads; None for all
-    # Of the first rank: what it reads of the whole model to draft with, see `lone_head`
+    # Parts of the whole model with which the first rank drafts, see `lone_head`
     lone: "OpenedModel | None" = None
 
     @property

@@ -1,4 +1,4 @@
-"""Who made the processor, as systems say it."""
+"""Makers of processors, as systems name them."""
 
 import platform
 from pathlib import Path

@@ -16,20 +16,12 @@ from unittest import mock
 
 import pytest
 
-from tests.drafters import CONFIG, DFLASH2, DOMINO, DSPARK, LILICORR, XPRESS, write_drafter
+from tests.drafters import KINDS, XPRESS, write_drafter
 from tests.short_models import Shorten
 
 ROOT = Path(__file__).parents[4]
 ROUNDS = [(1, 7), (1, 3), (2, 7), (3, 3), (8, 1)]  # sequences, drafts of each
 LAYERS = 2  # of the drafter, and of the model
-KINDS = {
-    "dflash": CONFIG,
-    "dspark": DSPARK,
-    "xpress": XPRESS,
-    "domino": DOMINO,
-    "dflash2": DFLASH2,
-    "lilicorr": LILICORR,
-}
 
 
 @pytest.fixture(scope="module")

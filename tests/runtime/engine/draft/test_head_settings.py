@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
-from tests.drafters import CONFIG, DFLASH2, DOMINO, DSPARK, LILICORR, XPRESS, shapes
+from tests.drafters import CONFIG, KINDS, shapes
 from tests.runtime.engine.draft.test_dspark import TARGET, TEXT, always_drafting, load
 from tests.runtime.engine.residues import Residues, follows
 
@@ -24,14 +24,6 @@ OPTIONS: dict[str, Any] = {
     "quantize": "int4",
     "kv_cache": "int8",
     "activations": "int8",
-}
-KINDS = {
-    "dflash": CONFIG,
-    "dspark": DSPARK,
-    "xpress": XPRESS,
-    "domino": DOMINO,
-    "dflash2": DFLASH2,
-    "lilicorr": LILICORR,
 }
 # These draft what the layers do, with a head so small; the others' outputs stand elsewhere, or
 # their head alone decides.

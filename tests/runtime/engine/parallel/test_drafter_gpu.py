@@ -40,7 +40,7 @@ Answers = list[tuple[list[int], Any]]
 
 
 def answers(model: lowbit.Model, engine: Engine) -> tuple[Answers, list[int]]:
-    """Of two requests together, of one alone, and of a turn behind its answer; their rounds.
+    """Answers to two requests together, to one alone, and to a turn behind it; their rounds.
 
     A prompt has several chunks, and half of a page is copied for the turn.
     """
@@ -104,7 +104,7 @@ def model(
 
 
 def drafting(model: lowbit.Model, mode: Mode) -> Engine:
-    """The same ranks, with as many drafts as there may be."""
+    """Ranks of a model, with as many drafts as there may be."""
     model.engine.forget()
     engine = Engine(model.engine.runner)
     found = new_drafts(engine.runner, replace(model.options, speculate=mode), 7, model.device)

@@ -43,13 +43,13 @@ def with_drafter() -> Iterator[lowbit.Model]:
 
 
 def plainly(model: lowbit.Model) -> Engine:
-    """The same processes without drafts."""
+    """Two linked processes without drafts."""
     model.engine.forget()
     return Engine(model.engine.runner)
 
 
 def drafting(model: lowbit.Model, mode: Mode) -> Engine:
-    """The same processes, with as many drafts as there may be."""
+    """Two linked processes, with as many drafts as there may be."""
     engine = plainly(model)
     options = replace(model.options, speculate=mode)
     found = new_drafts(engine.runner, options, 3, "cpu")

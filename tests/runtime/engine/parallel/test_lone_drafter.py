@@ -34,7 +34,7 @@ from lowbit.runtime.state.device_state import CacheSize, kv_pages
 from lowbit.runtime.weights.linear import DenseLinear
 from lowbit.runtime.weights.share import Share
 from tests.conversions import convert
-from tests.drafters import CONFIG, DFLASH2, DOMINO, DSPARK, LILICORR, XPRESS, write_drafter
+from tests.drafters import DSPARK, KINDS, write_drafter
 from tests.runtime.engine.draft.guesses import costs_by_tokens
 from tests.runtime.engine.small_engine import assert_all_free
 from tests.runtime.ranks_in_threads import add_drafter, linked_runner, shared_runner
@@ -45,14 +45,6 @@ VOCABULARY = 4000
 GREEDY = SamplingParams()
 DRAWN = SamplingParams(temperature=0.8, top_k=20, seed=5, repetition_penalty=1.2)
 IDS = torch.randint(VOCABULARY, (90,), generator=torch.Generator().manual_seed(6)).tolist()
-KINDS: dict[str, dict[str, Any]] = {
-    "dflash": CONFIG,
-    "dspark": DSPARK,
-    "xpress": XPRESS,
-    "domino": DOMINO,
-    "dflash2": DFLASH2,
-    "lilicorr": LILICORR,
-}
 Ranks = Callable[[OpenedModel], Runner]
 
 
