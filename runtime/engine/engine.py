@@ -25,6 +25,7 @@ from lowbit.formats.machine.system import explained
 from lowbit.runtime.backends.step_threads import StepThreads
 from lowbit.runtime.engine.constraints import free_tokens_of, restrict
 from lowbit.runtime.engine.draft_source import DraftSource
+from lowbit.runtime.engine.early_reads import EarlyReads
 from lowbit.runtime.engine.prompt_images import PromptImages, images_of
 from lowbit.runtime.engine.request import Limits, Request
 from lowbit.runtime.engine.results import PendingStep
@@ -91,6 +92,7 @@ class Engine:
         self._owner = DRIVER  # see `_by_owner`
         self._choosing_owner = Lock()
         self._sent: deque[PendingStep] = deque()
+        self._early_reads = EarlyReads()
         self._paused: Chunk | None = None
         self._interrupted = False  # set while a step runs, and after one that was left halfway
 
@@ -179,6 +181,9 @@ class Engine:
     def _step(self) -> bool:
         """Schedule, run, commit; returns False if there was nothing to do."""
         scheduler, on_gpu = self.scheduler, self.runner.on_gpu
+        if self._early_reads.take() and len(self._sent) > 1:
+            self._commit(1)
+            return True
         if self._paused is not None and self._paused.sequence.ended:
             self._paused = None
         # On a CPU a sequence decodes from the next step on, else its first token would wait.
@@ -201,7 +206,10 @@ class Engine:
         started = time.perf_counter()
         with nullcontext() if self.threads is None else self.threads.limit():
             plain = self._decode(decoding)
+            sent_at = time.perf_counter()
             self._commit(1 + begun if on_gpu else 0)
+        if on_gpu and self.drafting is None:
+            self._early_reads.note(begun, budget < chunk, sent_at)
         seconds = time.perf_counter() - started
         if self.threads is not None:
             self.threads.note((len(decoding), plain), seconds)
