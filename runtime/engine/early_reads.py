@@ -1,9 +1,9 @@
 """First tokens that are read before the next step is planned.
 
-On a GPU the host is a step ahead: it plans one while the step before it runs, so who asks then waits
-for two. A step with prompts takes several times as long as one without. Its prompts come first, and
-once they are done, the plain part of the step is time enough to plan: whoever has asked by then gets
-into the next step, and first tokens are out before the plain part ends.
+On a GPU the host is a step ahead: it plans one while the step before it runs, so who asks then
+waits for two. A step with prompts takes several times as long as one without. Its prompts come
+first, and once they are done, the plain part of the step is time enough to plan: whoever has asked
+by then gets into the next step, and first tokens are out before the plain part ends.
 """
 
 import time
