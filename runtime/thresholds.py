@@ -8,6 +8,7 @@ Measured on an H200 (LOG.md), but for the CPU's.
 EXACT_TOKENS = 64
 STEP_TOKENS = 256  # of a decode step, one of each sequence; more than EXACT_TOKENS in parts
 SEQUENCE_TOKENS = 16  # of one sequence in a decode step; more of a prompt are attended to together
+PACK_SEQUENCES = 16  # whose chunks of prompts pass the layers together, see `engine.packs`
 ROUND_TOKENS = 16  # of a round: last tokens and drafts of all its sequences
 
 # Linear layers in packed codes.

@@ -14,6 +14,9 @@ own kernels sum each token's numbers in an order that padding does not change; n
 token is stored in pages, states or windows. No width lies beyond a threshold (`thresholds`) from
 the lengths that it stands for, so a padded chunk takes the ways that its own length takes; a short
 one has in any case the bits of its tokens one by one.
+
+Chunks of several prompts (`engine.packs`) pass together as one; their recording has room for
+PACK_SEQUENCES.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,9 +37,10 @@ from lowbit.runtime.state.step_buffers import (
     new_chunk_images,
     new_step_buffers,
 )
-from lowbit.runtime.thresholds import SEQUENCE_TOKENS
+from lowbit.runtime.thresholds import PACK_SEQUENCES, SEQUENCE_TOKENS
 
 SHORT_WIDTHS = (8, 16)  # tokens; few, since a short chunk has a graph for each length of keys
+PACK_WIDTHS = (16, 32, 64)  # tokens of short chunks of several prompts
 CHUNK_WIDTHS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)  # tokens
 RunLayers = Callable[[Tensor, Step], Iterable[Tensor]]  # of ids and a step: output of each layer
 # Graphs that are kept. Chats with pictures had chunks of 46 kinds where longer ones are padded;
@@ -87,7 +91,7 @@ class Chunks:
             [len(ids), h] hidden states, or [1, h], until the next chunk runs.
         """
         kind = wide, images = self.padded(plan), plan.axes is not None
-        self.buffers.write(plan.spans, ids, wide.tokens)
+        self.buffers.write(plan.spans, ids, wide.tokens, padding_ends(plan, wide))
         if images:
             self.images.write(plan)
         self._prompts += begins
@@ -96,18 +100,21 @@ class Chunks:
         else:
             self.forward(wide, shifts, images)
         self._count(kind)
-        return self.hidden[: 1 if plan.ending == "last" else plan.tokens]
+        return self.hidden[: plan.sequences if plan.ending == "last" else plan.tokens]
 
     def padded(self, plan: StepPlan) -> StepPlan:
         """Plan that all chunks of a kind share: their width, without own spans and axes."""
-        short = plan.tokens <= SEQUENCE_TOKENS
-        M = width_of(plan.tokens)
+        short, together = not plan.prompt, plan.sequences > 1
+        M = width_of(plan.tokens, short, together)
+        longest = min(longest_for(M), SEQUENCE_TOKENS) if short else M
+        # Padding of short ones counts as other sequences, which are as long as the longest at most
+        others = -(-M // longest) if together else 1
         return StepPlan(
             tokens=M,
-            sequences=2 if short else 1,  # a short one's padding counts as another sequence
+            sequences=(PACK_SEQUENCES if together else 1) + short * others,
             max_kv_len=plan.max_kv_len if short else self.tables.shape[1] * PAGE,
-            longest=longest_for(M) if short else M,
-            spans=() if short else (Span(SCRATCH, 0, M),),
+            longest=longest,
+            spans=() if short or together else (Span(SCRATCH, 0, M),),
             prompt=plan.prompt,
             ending=plan.ending,
             shifted=plan.shifted,
@@ -155,6 +162,24 @@ def new_chunks(
     return Chunks(decoder, layers, tables, graphs, longer)
 
 
-def width_of(tokens: int) -> int:
-    """Tokens that a chunk of so many, at most the last of CHUNK_WIDTHS, is padded to."""
-    return next(width for width in (*SHORT_WIDTHS, *CHUNK_WIDTHS) if width >= tokens)
+def padding_ends(plan: StepPlan, wide: StepPlan) -> list[int]:
+    """Ends of the sequences of padding of a chunk; see `columns_of` and `Step.starts`.
+
+    Args:
+        plan: of the chunk.
+        wide: the one that it is padded to.
+    """
+    more = range(1, 1 + wide.sequences - plan.sequences)
+    longest = 0 if wide.prompt else wide.longest
+    return [min(plan.tokens + longest * place, wide.tokens) for place in more]
+
+
+def width_of(tokens: int, short: bool, together: bool = False) -> int:
+    """Tokens that a chunk of so many, at most the last of CHUNK_WIDTHS, is padded to.
+
+    Args:
+        short: it takes the kernels of a decode step.
+        together: it is of several prompts.
+    """
+    shorter = PACK_WIDTHS if together else SHORT_WIDTHS
+    return next(width for width in (shorter if short else CHUNK_WIDTHS) if width >= tokens)

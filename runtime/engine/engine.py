@@ -1,21 +1,15 @@
 """The engine: every step takes chunks of prompts and a token of each sequence behind its prompt.
 
-One thread owns the steps, and whoever waits for a token lets it run them for everybody. That is the
-first thread to wait, so that a lone one hands nothing over; once another waits beside it, and for
-asyncio tasks, it is the engine's own thread, until no request runs any more.
+Whoever waits for a token lets the owner of the steps (`StepOwner`) run them for everybody.
 """
 
-import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ids
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
-from threading import Lock, RLock, get_ident
-from typing import ParamSpec, TypeVar
+from functools import partial
+from threading import RLock
 
 import torch
 from torch import Tensor
@@ -26,35 +20,22 @@ from lowbit.runtime.backends.step_threads import StepThreads
 from lowbit.runtime.engine.constraints import free_tokens_of, restrict
 from lowbit.runtime.engine.draft_source import DraftSource
 from lowbit.runtime.engine.early_reads import EarlyReads
+from lowbit.runtime.engine.packs import Chunk, Pack
 from lowbit.runtime.engine.prompt_images import PromptImages, images_of
-from lowbit.runtime.engine.request import Limits, Request
+from lowbit.runtime.engine.request import Request, limits_of
 from lowbit.runtime.engine.results import PendingStep
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.scheduler import Scheduler, next_chunk_end
+from lowbit.runtime.engine.scheduler import Scheduler
 from lowbit.runtime.engine.scoring import score_chunk
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.engine.span import ImageSpan
+from lowbit.runtime.engine.step_owner import StepOwner
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import Decoder
-from lowbit.runtime.state.page_counts import EXTRA
 from lowbit.runtime.state.sampling_params import SamplingParams, random_seed
 
-P = ParamSpec("P")
-T = TypeVar("T")
-DRIVER = -1  # in place of a thread's identifier: the engine's own thread owns the steps
 IMAGES_TURN_S = 0.02  # of waiting for images where nothing else is to be done
 CPU_TURN_S = 0.1  # of prompts in a step on a CPU beside sequences that decode; then a layer ends
-
-
-@dataclass(slots=True)
-class Chunk:
-    """A chunk of a prompt that is on its way through the layers."""
-
-    sequence: Sequence  # whose prompt it is
-    stop: int  # length of the sequence behind it
-    layers: Iterator[Tensor]  # runs a layer for each output that is taken
-    # The last output; empty before the first
-    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 class Engine:
@@ -77,20 +58,11 @@ class Engine:
         """Begin without requests, any number of which may wait where `most_waiting` is None."""
         self.runner, self.drafting = runner, drafting
         self.scheduler = Scheduler(runner.capacity, most_waiting)
-        self.limits = Limits(
-            context=runner.context,
-            positions=runner.decoder.config.max_position_embeddings,
-            table_rows=runner.decoder.config.vocab_size,
-            hidden=runner.decoder.config.hidden_size,
-            vocabulary=runner.sampler.vocabulary,
-            pages=runner.state.pages.count - EXTRA,
-            images=runner.decoder.config.rope_sections is not None,
-        )
+        self.limits = limits_of(runner)
         self.threads = None if runner.on_gpu else StepThreads()
         self.in_prompt = False
         self._lock = RLock()  # held while a step runs
-        self._owner = DRIVER  # see `_by_owner`
-        self._choosing_owner = Lock()
+        self._owner = StepOwner(self._running)
         self._sent: deque[PendingStep] = deque()
         self._early_reads = EarlyReads()
         self._paused: Chunk | None = None
@@ -141,7 +113,7 @@ class Engine:
         Raises:
             LowbitError: that ended it.
         """
-        return self._by_owner(self._advance, sequence)
+        return self._owner.run(self._advance, sequence)
 
     def _advance(self, sequence: Sequence) -> bool:
         with self._lock:
@@ -163,7 +135,7 @@ class Engine:
         Returns:
             False if there was nothing to do.
         """
-        return self._by_owner(self._whole_step)
+        return self._owner.run(self._whole_step)
 
     def _whole_step(self) -> bool:
         with self._lock:
@@ -184,15 +156,15 @@ class Engine:
         if self._early_reads.take() and len(self._sent) > 1:
             self._commit(1)
             return True
-        if self._paused is not None and self._paused.sequence.ended:
+        if self._paused is not None and self._paused.sequences[0].ended:
             self._paused = None
         # On a CPU a sequence decodes from the next step on, else its first token would wait.
         ready = scheduler.decoding if on_gpu else list(scheduler.decoding)
         running, under_way = bool(ready), len(self._sent)
         budget = chunk = scheduler.capacity.chunk
         until = time.perf_counter() + CPU_TURN_S if running and not on_gpu else None
-        while budget > 0 and (sequence := self._next_prompt()) is not None:
-            budget -= self._run_chunk(sequence, until)
+        while budget > 0 and (pack := self._next_pack(budget)):
+            budget -= self._run_chunk(pack, until)
         # First tokens are read a step later, so that running sequences do not wait for a prompt.
         begun = len(self._sent) - under_way if running else 0
         decoding = [each for each in ready if each.chosen < each.count]
@@ -228,7 +200,7 @@ class Engine:
         self.limits.check_images(images, len(ids))
         request = Request(tuple(ids), images=images)
         sequence = Sequence(request, count=1, seed=0, images=self._images_of(request))
-        return self._by_owner(self._all_logits, sequence, start)
+        return self._owner.run(self._all_logits, sequence, start)
 
     def _all_logits(self, sequence: Sequence, start: int) -> Tensor:
         with self._lock:
@@ -250,9 +222,9 @@ class Engine:
         try:
             while sequence.length < len(sequence.request.prompt):
                 first = sequence.length
-                chunk = self._open_chunk(sequence, last=False)
+                chunk = self._open_chunk([sequence], last=False)
                 self._run_layers(chunk)
-                if chunk.stop > start:
+                if chunk.stops[0] > start:
                     parts.append(self.runner.logits(chunk.hidden[max(0, start - first) :]))
         except Exception:  # of torch, such as too little memory: give the room back, whatever it is
             self._end([(sequence, "cancelled")])
@@ -266,30 +238,16 @@ class Engine:
         """The model."""
         return self.runner.decoder
 
-    @cached_property
-    def driver(self) -> ThreadPoolExecutor:
-        """The engine's own thread."""
-        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="lowbit-engine")
-
-    def _by_owner(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Let the owner of the steps do something: this thread if nothing runs, else `driver`."""
-        caller = get_ident()
-        if self._owner != caller:
-            with self._choosing_owner:
-                running = any(not each.cancelled for each in self.scheduler.running)
-                self._owner = DRIVER if running else caller
-        if self._owner == caller:
-            return work(*args, **kwargs)
-        return self.driver.submit(work, *args, **kwargs).result()
+    def _running(self) -> bool:
+        return any(not each.cancelled for each in self.scheduler.running)
 
     async def advance_later(self, sequence: Sequence) -> bool:
         """Let the engine's own thread `advance` a sequence, without blocking the event loop."""
-        self._owner = DRIVER
-        return await asyncio.wrap_future(self.driver.submit(self._advance, sequence))
+        return await self._owner.run_later(self._advance, sequence)
 
     def forget(self) -> None:
         """Empty the prefix cache."""
-        self._by_owner(self._forget)
+        self._owner.run(self._forget)
 
     def _forget(self) -> None:
         with self._lock, self._working():
@@ -314,48 +272,71 @@ class Engine:
         """Inference mode on a CPU, where autograd's part of an operation is time of a step."""
         return nullcontext() if self.runner.on_gpu else torch.inference_mode()
 
-    def _run_chunk(self, sequence: Sequence, until: float | None) -> int:
-        """Run the next chunk of a prompt; behind the last chunk choose the first new token.
+    def _run_chunk(self, pack: list[Sequence], until: float | None) -> int:
+        """Run the next chunks of prompts; behind the last ones choose the first new tokens.
 
         Args:
+            pack: their sequences, see `Pack`.
             until: time after which the chunk pauses between two layers; None for no pause.
 
         Returns:
-            Tokens of the chunk; most of a step where it pauses, since nothing else fits into one.
+            Tokens of the chunks; most of a step where it pauses, since nothing else fits into one.
         """
-        scheduler, request = self.scheduler, sequence.request
-        first = sequence.length
-        read = self.drafting is not None or request.prompt_logprobs is not None
+        firsts = [each.length for each in pack]
+        read = self.drafting is not None or pack[0].request.prompt_logprobs is not None
         if self._paused is None:
-            made = self._make_embeddings(sequence, until)
+            made = self._make_embeddings(pack[0], until)
             if made is None:
                 return 0
             if not made:
-                return scheduler.capacity.chunk
-            self._paused = self._open_chunk(sequence, last=not read)
+                return self.scheduler.capacity.chunk
+            self._paused = self._open_chunk(pack, last=not read)
         chunk = self._paused
         if not self._run_layers(chunk, until):
-            return scheduler.capacity.chunk
+            return self.scheduler.capacity.chunk
         self._paused, hidden = None, chunk.hidden
-        count = sequence.length - first
+        counts = [each.length - first for each, first in zip(pack, firsts, strict=True)]
+        parts = torch.split(hidden, counts if len(hidden) == sum(counts) else 1)
+        for sequence, first, part in zip(pack, firsts, parts, strict=True):
+            self._read(sequence, first, part)
+        self._begin(pack, parts)
+        return sum(counts)
+
+    def _read(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
+        """Read hidden states of a part of a prompt, from position `first` on."""
         if self.drafting is not None and sequence.count > 0:
             self.drafting.read_prompt(sequence, first, hidden)
-        if request.prompt_logprobs is not None:
+        if sequence.request.prompt_logprobs is not None:
             score_chunk(sequence, first, hidden, self.decoder, self.runner.logits)
         if sequence.images is not None:
             sequence.images.drop(sequence.length)
-        if sequence.length < len(request.prompt):
-            return count
-        scheduler.keep_prompt(sequence)
-        if request.constraint is not None:
-            self._end(restrict([sequence], self.runner.sampler))
-            self._compute_forced_tokens([sequence])
-        if not sequence.ended:
-            if self.drafting is not None:
-                self.drafting.begin(sequence)
-            self._sent.append(self.runner.begin(sequence, hidden[-1:]))
-            scheduler.begin_decoding(sequence)
-        return count
+
+    def _begin(self, sequences: list[Sequence], hidden: Iterable[Tensor]) -> None:
+        """Choose the first new token of those whose prompts have been sent.
+
+        Args:
+            hidden: [m, h] of each, the last row that of the last token that has been sent.
+        """
+        begun = {}
+        for sequence, part in zip(sequences, hidden, strict=True):
+            if sequence.length == len(sequence.request.prompt):
+                self.scheduler.keep_prompt(sequence)
+                begun[sequence] = part[-1:]
+        restricted = [each for each in begun if each.request.constraint is not None]
+        if restricted:
+            self._end(restrict(restricted, self.runner.sampler))
+            self._compute_forced_tokens(restricted)
+        begun = {each: last for each, last in begun.items() if not each.ended}
+        if not begun:
+            return
+        if self.drafting is not None:
+            for each in begun:
+                self.drafting.begin(each)
+        lasts = list(begun.values())
+        together = lasts[0] if len(lasts) == 1 else torch.cat(lasts)
+        self._sent.append(self.runner.begin(list(begun), together))
+        for each in begun:
+            self.scheduler.begin_decoding(each)
 
     def _make_embeddings(self, sequence: Sequence, until: float | None) -> bool | None:
         """Make embeddings of the next chunk's images.
@@ -368,7 +349,7 @@ class Engine:
         first, images = sequence.length, sequence.images
         if images is None:
             return True
-        stop = next_chunk_end(sequence.chunk_ends, first, len(sequence.request.prompt))
+        stop = sequence.next_stop
         if until is None and not self.runner.on_gpu:  # so that the request can be cancelled
             until = time.perf_counter() + CPU_TURN_S
         self.in_prompt = True
@@ -383,11 +364,8 @@ class Engine:
         finally:
             self.in_prompt = False
 
-    def _open_chunk(self, sequence: Sequence, last: bool) -> Chunk:
-        prompt = sequence.request.prompt
-        stop = next_chunk_end(sequence.chunk_ends, sequence.length, len(prompt))
-        layers = self.runner.chunk(sequence, prompt[sequence.length : stop], last)
-        return Chunk(sequence, stop, layers)
+    def _open_chunk(self, pack: list[Sequence], last: bool) -> Chunk:
+        return Chunk(pack, [each.next_stop for each in pack], self.runner.chunk(pack, last))
 
     def _run_layers(self, chunk: Chunk, until: float | None = None) -> bool:
         """Run the layers of a chunk; False if it pauses, see `_run_chunk`."""
@@ -399,7 +377,8 @@ class Engine:
                     return False
         finally:
             self.in_prompt = False
-        self.scheduler.blocks.count_chunk(chunk.sequence, chunk.stop)
+        for sequence, stop in zip(chunk.sequences, chunk.stops, strict=True):
+            self.scheduler.blocks.count_chunk(sequence, stop)
         self._apply_changes()
         return True
 
@@ -462,8 +441,22 @@ class Engine:
             self.scheduler.end(sequence, why)
         self._apply_changes()
 
-    def _next_prompt(self) -> Sequence | None:
-        found = self.scheduler.next_prompt()
+    def _next_pack(self, budget: int) -> list[Sequence]:
+        """Sequences whose next chunks run together, most often one; none if no prompt runs.
+
+        Args:
+            budget: tokens of prompts that the step takes, but for the first sequence's.
+        """
+        first = self._next_prompt()
+        if first is None or not self.runner.packs:
+            return [] if first is None else [first]
+        most = min(self.scheduler.capacity.chunk, max(budget, first.next_count))
+        pack = Pack(most, self.runner.pack_keys)
+        return pack.fill(self.scheduler.prompts, partial(self._next_prompt, beside=True))
+
+    def _next_prompt(self, beside: bool = False) -> Sequence | None:
+        scheduler = self.scheduler
+        found = scheduler.open_prompt(beside) if beside else scheduler.next_prompt()
         try:
             self._apply_changes()
         except Exception:  # of any kind: it must end with the step, or it fails for ever

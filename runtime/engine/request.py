@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from lowbit.formats.errors import RequestError, SettingError, TooLongError
 from lowbit.formats.sampling_ranges import LOGPROBS
 from lowbit.runtime.engine.span import ImageSpan, check_images
-from lowbit.runtime.state.page_counts import PAGE, pages_for
+from lowbit.runtime.state.page_counts import EXTRA, PAGE, pages_for
 from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.answer import OutputStart
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.tools import CallForm, Tool
+
+if TYPE_CHECKING:
+    from lowbit.runtime.engine.runner import Runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +148,17 @@ class Limits:
 def pages_needed(prompt: int, count: int) -> int:
     """Pages for a prompt and `count` new tokens, the last of which has no keys and values."""
     return pages_for(prompt + max(count - 1, 0))
+
+
+def limits_of(runner: "Runner") -> Limits:
+    """Sizes that requests to a runner must fit."""
+    config = runner.decoder.config
+    return Limits(
+        context=runner.context,
+        positions=config.max_position_embeddings,
+        table_rows=config.vocab_size,
+        hidden=config.hidden_size,
+        vocabulary=runner.sampler.vocabulary,
+        pages=runner.state.pages.count - EXTRA,
+        images=config.rope_sections is not None,
+    )

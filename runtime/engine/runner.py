@@ -130,6 +130,16 @@ class Runner:
             chunk=self.chunk_tokens,
         )
 
+    @property
+    def packs(self) -> bool:
+        """True if chunks of several prompts may pass the layers together, see `chunk`."""
+        return self.chunks is not None and self.chunks.longer and self.blocks is None
+
+    @property
+    def pack_keys(self) -> int | None:
+        """Most keys of the prompts of a pack, whose codes are widened; None for any number."""
+        return self.context if self.state.pages.quantized else None
+
     def apply(self, decided: Iterable[Change]) -> None:
         """Make what the scheduler has decided, behind the steps under way."""
         for change in decided:
@@ -185,43 +195,47 @@ class Runner:
         for pages in self._other_pages:
             pages.copy(source, target)
 
-    def chunk(self, sequence: Sequence, ids: Numbers[int], last: bool = False) -> Iterator[Tensor]:
-        """Run the next tokens of a prompt through the layers; steps may be run between two.
+    def chunk(self, sequences: Numbers[Sequence], last: bool = False) -> Iterator[Tensor]:
+        """Run the next chunks of prompts through the layers; steps may be run between two.
 
         Args:
-            last: only the last token's hidden state is wanted.
+            sequences: several only where `packs` says so, see `Pack`; images only with one.
+            last: only the last tokens' hidden states are wanted.
 
         Yields:
-            [M, h] output of each layer, or of the last one alone where the chunk is replayed; the
-            last row is that of the last token. That of the last layer is valid until the next chunk
-            runs.
+            [M, h] output of each layer, or of the last one alone where the chunk is replayed; that
+            of the last layer may be [B, h] where `last`, of the last token of each. It is valid
+            until the next chunk runs.
         """
-        count, first, images = len(ids), sequence.length, sequence.images
-        axes = None if images is None else images.axes(first, count)
-        prompt = count > SEQUENCE_TOKENS
+        first, images = sequences[0].length, sequences[0].images
+        counts = [each.next_count for each in sequences]
+        ids = [id for each in sequences for id in each.request.prompt[each.length : each.next_stop]]
+        axes = None if images is None else images.axes(first, counts[0])
+        shifts = [self.shift(each, each.length) for each in sequences if axes is None]
+        prompt = max(counts) > SEQUENCE_TOKENS
         plan = StepPlan(
-            tokens=count,
-            sequences=1,
-            max_kv_len=self.kv_len_for(first + count),
-            longest=count,
-            spans=(sequence.next_span(count),),
+            tokens=len(ids),
+            sequences=len(sequences),
+            max_kv_len=self.kv_len_for(max(each.next_stop for each in sequences)),
+            longest=max(counts),
+            spans=tuple(map(Sequence.next_span, sequences, counts)),
             prompt=prompt,
             ending="together" if not prompt else "last" if last else "apart",
-            embedded=() if images is None else images.embedded(first, count),
+            embedded=() if images is None else images.embedded(first, counts[0]),
             axes=axes,
-            shifted=axes is None and self.shift(sequence, first),
+            shifted=any(shifts),
         )
-        begins = first == sequence.reused
+        begins = any(each.length == each.reused for each in sequences)
         if self.link is not None:
             task = RunChunk(plan, tuple(ids), begins)
             yield self.together(task, partial(self.run_chunk, plan, ids, begins))
-        elif self.chunks is not None and self.chunks.takes(count):
+        elif self.chunks is not None and self.chunks.takes(len(ids)):
             yield self.chunks.run(plan, ids, self.shifts, begins)
         else:
             yield from self.each_layer(*new_step(plan, ids, self.tables, self.shifts))
 
     def run_chunk(self, plan: StepPlan, ids: Numbers[int], begins: bool) -> Tensor:
-        """Run a chunk to its end: output of the last layer; see `chunk` and `Chunks.run`."""
+        """Run chunks to their end: output of the last layer; see `chunk` and `Chunks.run`."""
         if self.chunks is not None and self.chunks.takes(plan.tokens):
             return self.chunks.run(plan, ids, self.shifts, begins)
         return last_of(self.each_layer(*new_step(plan, ids, self.tables, self.shifts)))
@@ -240,13 +254,20 @@ class Runner:
             self.shifts[sequence.row].fill_(shift)  # an assignment would wait for the GPU
         return shift != 0
 
-    def begin(self, sequence: Sequence, hidden: Tensor) -> PlainStep:
-        """Choose the first new token of a sequence, by its prompt's last hidden state [1, h]."""
-        self.shift(sequence, sequence.length)
-        row, logits = sequence.row, self.logits(hidden)
-        rows, positions = self.ints([row]), self.ints([sequence.length - 1])
-        self.choose_tokens(logits, rows, positions, self.inputs.firsts[row : row + 1])
-        return PlainStep([sequence], self.results, self.results.record())
+    def begin(self, sequences: list[Sequence], hidden: Tensor) -> PlainStep:
+        """Choose the first new tokens of sequences, by their prompts' last hidden states [B, h]."""
+        for each in sequences:
+            self.shift(each, each.length)
+        logits, rows = self.logits(hidden), self.ints([each.row for each in sequences])
+        positions = self.ints([each.length - 1 for each in sequences])
+        if len(sequences) == 1:  # a view, in place of a copy
+            row = sequences[0].row
+            self.choose_tokens(logits, rows, positions, self.inputs.firsts[row : row + 1])
+        else:
+            tokens = torch.empty(len(rows), dtype=self.inputs.firsts.dtype, device=rows.device)
+            self.choose_tokens(logits, rows, positions, tokens)
+            self.inputs.firsts.index_copy_(0, rows.long(), tokens)
+        return PlainStep(list(sequences), self.results, self.results.record())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits outside of a step: [M, h] to [M, V or more] float32."""

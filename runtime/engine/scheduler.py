@@ -17,6 +17,7 @@ from threading import Lock
 
 from lowbit.formats.errors import LowbitError, QueueFullError
 from lowbit.runtime.engine.load_options import SHORT
+from lowbit.runtime.engine.packs import runs_beside
 from lowbit.runtime.engine.plan import Capacity, Change, CloseRow, OpenRow
 from lowbit.runtime.engine.prefix_cache import (
     MOST_PREFIXES,
@@ -46,7 +47,7 @@ class Scheduler:
         capacity: sizes of what sequences share.
         blocks: rows, pages and snapshots.
         waiting: sequences without room.
-        prompt: the sequence whose prompt runs; None without one.
+        prompts: sequences whose prompts run, in the order in which they got room.
         decoding: sequences behind their prompts.
         reuse: counts of prompts that began with a cached prefix.
     """
@@ -57,7 +58,7 @@ class Scheduler:
         self.share: int | None = None
         self.blocks = BlockManager(capacity)
         self.waiting: deque[Sequence] = deque()
-        self.prompt: Sequence | None = None
+        self.prompts: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.reuse = Reuse()
         self._arriving = Lock()  # never held for longer than it takes to count
@@ -68,8 +69,7 @@ class Scheduler:
     @property
     def running(self) -> tuple[Sequence, ...]:
         """Sequences that have room."""
-        prompt = self.prompt
-        return tuple(self.decoding) if prompt is None else (*self.decoding, prompt)
+        return (*self.decoding, *self.prompts)
 
     @property
     def queued(self) -> tuple[Sequence, ...]:
@@ -100,29 +100,38 @@ class Scheduler:
                 self.waiting.append(self._arrived[0])
             self._arrived.popleft()
             self._held_back = False
-        for sequence in (*self.waiting, *self.decoding, self.prompt):
-            if sequence is not None and sequence.cancelled:
+        for sequence in (*self.waiting, *self.decoding, *self.prompts):
+            if sequence.cancelled:
                 self.end(sequence, "cancelled")
 
     def next_prompt(self) -> Sequence | None:
         """Sequence whose prompt runs next, given room if there is some; None without one."""
+        return self.prompts[0] if self.prompts else self.open_prompt()
+
+    def open_prompt(self, beside: bool = False) -> Sequence | None:
+        """Give the next sequence that waits room for its prompt; None if there is none.
+
+        Args:
+            beside: only if its prompt may run beside `prompts`, see `runs_beside`.
+        """
         self._late = False
-        if self.prompt is not None or not self.waiting or not self.blocks.rows.free:
-            return self.prompt
+        if not self.waiting or not self.blocks.rows.free:
+            return None
         first = self._next_waiting()
-        if first is None:
+        if first is None or (beside and not runs_beside(first, self.prompts, self.blocks.known)):
             return None
         scored = None if first.request.prompt_logprobs is None else 0
         try:
             opened = self.blocks.open(first, scored)
         except Exception:  # of any kind: it must end with the step, or it fails for ever
-            self.prompt = first
+            self.prompts.append(first)
             self.waiting.remove(first)
             raise
-        if opened:
-            self.prompt = first
-            self.reuse.count(first.reused)
-        return self.prompt
+        if not opened:
+            return None
+        self.prompts.append(first)
+        self.reuse.count(first.reused)
+        return first
 
     def take_up(self, sequence: Sequence | None) -> None:
         """Take a sequence out of those that wait, once its row has been opened on the device."""
@@ -195,7 +204,7 @@ class Scheduler:
         sequence.chosen = 1
         sequence.phase = "decoding"
         self.decoding.append(sequence)
-        self.prompt = None
+        self.prompts.remove(sequence)
 
     def end(self, sequence: Sequence, why: Finish | LowbitError) -> None:
         """End a sequence in any phase; unless it failed, its tokens stay in the prefix cache."""
@@ -218,8 +227,8 @@ class Scheduler:
         self.blocks.close(sequence)
         if sequence in self.decoding:
             self.decoding.remove(sequence)
-        if self.prompt is sequence:
-            self.prompt = None
+        if sequence in self.prompts:
+            self.prompts.remove(sequence)
 
     def lose_running(self, error: LowbitError | None) -> None:
         """End all sequences with room: a step failed or, without an error, was interrupted."""
@@ -228,7 +237,7 @@ class Scheduler:
                 sequence.lose(error)
         for sequence in self.waiting:  # the first may have been given a row
             sequence.phase, sequence.admitted_at = "waiting", None
-        self.prompt = None
+        self.prompts.clear()
         self.decoding.clear()
         self._held_back = False
 
@@ -408,11 +417,6 @@ def chunk_ends_of(ids: Ids[int], message_ends: Collection[int], chunk: int) -> l
         if is_message:
             last_message = end
     return chunk_ends
-
-
-def next_chunk_end(chunk_ends: Collection[int], length: int, stop: int) -> int:
-    """First cut beyond `length`, or the end of the prompt."""
-    return min((end for end in chunk_ends if end > length), default=stop)
 
 
 def snapshot_due(cut: int, snapshots: Collection[int], reused: int, chunk: int) -> bool:

@@ -93,6 +93,17 @@ class Sequence:
         """Difference between positions of its new tokens and their indices; 0 without images."""
         return 0 if self.images is None else self.images.positions.delta
 
+    @property
+    def next_stop(self) -> int:
+        """Length behind the next chunk of its prompt: the next cut, or the prompt's end."""
+        stop = len(self.request.prompt)
+        return min((end for end in self.chunk_ends if end > self.length), default=stop)
+
+    @property
+    def next_count(self) -> int:
+        """Tokens of the next chunk of its prompt."""
+        return self.next_stop - self.length
+
     def next_span(self, count: int) -> Span:
         """Span of its next tokens in a chunk of its prompt or a plain step, by its row's slot."""
         writes = [NO_SLOT] * (count - 1) + [self.row]

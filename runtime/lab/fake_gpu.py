@@ -30,7 +30,7 @@ from lowbit.formats.layout.packing import PACKED, SCALE, WORD_BITS, packed_words
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.machine.parent import end_with_parent
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, SHORT_WIDTHS, Chunks
+from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, PACK_WIDTHS, SHORT_WIDTHS, Chunks
 from lowbit.runtime.engine.draft.block import MOST_SEQUENCES, BlockRounds, Blocks, new_blocks
 from lowbit.runtime.engine.draft.verify import Part, Verifier
 from lowbit.runtime.engine.graphs import STEP_WIDTHS, Graphs, kv_lens, width_for
@@ -158,12 +158,15 @@ def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -
     """
     replayed = hopper and runner.decoder.config.experts is None
     chunks = Chunks(runner.decoder, runner.each_layer, runner.tables, Graphs(), replayed)
-    for width in CHUNK_WIDTHS if replayed else ():
-        chunks.forward(chunks.padded(chunk_plan(width)), runner.shifts)
     lengths = list(kv_lens(runner.context))
-    for width in SHORT_WIDTHS:
-        for reach in lengths:
-            chunks.forward(chunks.padded(chunk_plan(width, reach)), runner.shifts)
+    plans = [chunk_plan(width) for width in CHUNK_WIDTHS if replayed]
+    plans += [chunk_plan(width, reach) for width in SHORT_WIDTHS for reach in lengths]
+    if replayed and runner.blocks is None:
+        plans += [chunk_plan(width, sequences=2) for width in CHUNK_WIDTHS]
+        short = [(width, reach) for width in PACK_WIDTHS for reach in lengths]
+        plans += [chunk_plan(*each, sequences=2, prompt=False) for each in short]
+    for plan in plans:
+        chunks.forward(chunks.padded(plan), runner.shifts)
     for count in () if replayed else [first + n for first in LENGTHS for n in range(4)]:
         for reach in lengths:
             if count <= reach:
@@ -246,18 +249,20 @@ def send_rounds(
             runner.sampler.clear_row(1)
 
 
-def chunk_plan(tokens: int, max_kv_len: int = 0) -> StepPlan:
-    """A chunk of so many tokens of a prompt, without its sequence."""
-    prompt = tokens > SEQUENCE_TOKENS
+def chunk_plan(
+    tokens: int, max_kv_len: int = 0, sequences: int = 1, prompt: bool | None = None
+) -> StepPlan:
+    """Chunks of prompts, so many tokens in all, without their sequences."""
+    prompt = tokens > SEQUENCE_TOKENS if prompt is None else prompt
     ending: Ending = "apart" if prompt else "together"
-    return StepPlan(tokens, 1, max_kv_len, longest=tokens, prompt=prompt, ending=ending)
+    return StepPlan(tokens, sequences, max_kv_len, longest=tokens, prompt=prompt, ending=ending)
 
 
 def send_chunk(runner: Runner, count: int, first: int) -> None:
     """Send a chunk of a prompt whose tokens begin at position `first`."""
-    sequence = Sequence(Request(()), count=1, seed=0, row=1, length=first)
+    sequence = Sequence(Request((0,) * (first + count)), count=1, seed=0, row=1, length=first)
     sequence.pages = list(range(1, 1 + runner.tables.shape[1]))
-    last_of(runner.chunk(sequence, [0] * count))
+    last_of(runner.chunk([sequence]))
 
 
 def send_first_tokens(runner: Runner) -> None:

@@ -42,9 +42,11 @@ class StepBuffers:
     # [W] int32, the first token of each sequence, then of padding, then the number of all tokens
     starts: Tensor
 
-    def write(self, spans: Sequence[Span], ids: Sequence[int], M: int) -> None:
+    def write(
+        self, spans: Sequence[Span], ids: Sequence[int], M: int, ends: Sequence[int] | None = None
+    ) -> None:
         """Write the inputs of a step, padded to M tokens, without waiting; see `columns_of`."""
-        write_rows(self.block, columns_of(spans, ids, M))
+        write_rows(self.block, columns_of(spans, ids, M, ends=ends))
 
     def step(self, plan: StepPlan, tables: Tensor, shifts: Tensor | None = None) -> Step:
         """The step that finds its numbers here; shifts: see `step_of`.
@@ -156,7 +158,11 @@ def new_step_buffers(tokens: int, device: torch.device) -> StepBuffers:
 
 
 def columns_of(
-    spans: Sequence[Span], ids: Sequence[int], M: int, plain: bool = False
+    spans: Sequence[Span],
+    ids: Sequence[int],
+    M: int,
+    plain: bool = False,
+    ends: Sequence[int] | None = None,
 ) -> tuple[Sequence[int], ...]:
     """Rows of `StepBuffers.block` for a step of M tokens, without the zeros behind.
 
@@ -164,12 +170,13 @@ def columns_of(
 
     Args:
         plain: each sequence has one token, padding too.
+        ends: of several sequences of padding, tokens up to the end of each; see above for None.
     """
     rows, positions, places = token_columns(spans)
     reads = [span.read for span in spans]
     writes = list(chain.from_iterable(span.writes for span in spans))
     writes += [NO_SLOT] * (M - len(writes))
-    starts = range(M + 1) if plain else [*starts_of(spans), M]
+    starts = range(M + 1) if plain else [*starts_of(spans), *([M] if ends is None else ends)]
     return ids, positions, rows, reads, writes, places, starts
 
 

@@ -20,7 +20,7 @@ from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.state.page_counts import PAGE, SCRATCH, pages_for
 from lowbit.runtime.state.step import NO_SLOT, Embedded, Span, Step, StepPlan
-from lowbit.runtime.thresholds import SEQUENCE_TOKENS
+from lowbit.runtime.thresholds import PACK_SEQUENCES, SEQUENCE_TOKENS
 
 
 class Graph:
@@ -227,42 +227,57 @@ def _first(given: Embedded, count: int) -> Embedded:
 
 
 class PaddedLayers:
-    """Layers that find a prompt's sequence and tokens on the device, and leave padding out."""
+    """Layers that find sequences and tokens of prompts on the device, and leave padding out."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
 
     def __call__(self, ids: Tensor, step: Step) -> list[Tensor]:
-        """Hidden states [M, h] of the last layer, those of padding NaN; or the last one."""
-        start, count, *end = step.starts.tolist()
-        row, *rows = step.rows.tolist()
-        first = int(step.positions[0])
+        """Hidden states [M, h] of the last layer, those of padding NaN; or those that end."""
+        starts, rows = step.starts.tolist(), step.rows.tolist()
+        together = len(starts) > (2 if step.prompt else 3)
+        count = rows.index(SCRATCH) if SCRATCH in rows else len(ids)
+        real = [(start, end) for start, end in pairwise(starts) if start < end <= count]
         padding = len(ids) - count
-        assert start == 0 <= padding
-        assert step.prompt == (count > SEQUENCE_TOKENS)
-        assert end == ([] if step.prompt else [len(ids)])
-        assert step.prompt or first + count <= step.max_kv_len
-        assert rows == [row] * (count - 1) + [SCRATCH] * padding
-        assert step.positions.tolist() == [*range(first, first + count), *[SCRATCH] * padding]
-        assert step.write.tolist() == [NO_SLOT] * (count - 1) + [row] + [NO_SLOT] * padding
-        pages = tuple(step.tables[row, : pages_for(first + count)].tolist())
-        writes = tuple(step.write[:count].tolist())
-        real = replace(
+        assert rows[count:] == step.positions[count:].tolist() == [SCRATCH] * padding
+        assert starts[0] == 0
+        if together:
+            assert len(starts) > PACK_SEQUENCES
+            assert all(0 <= end - start <= step.longest for start, end in pairwise(starts))
+        assert starts[-1] == (count if step.prompt else len(ids))
+        longest = max(end - start for start, end in real)
+        assert step.prompt == (longest > SEQUENCE_TOKENS)
+        spans = tuple(self._span(step, b, *each) for b, each in enumerate(real))
+        reach = max(span.first + span.count for span in spans)
+        assert step.prompt or reach <= step.max_kv_len
+        assert step.write[count:].tolist() == [NO_SLOT] * padding
+        found = replace(
             step,
             positions=step.positions[:count],
-            starts=step.starts[:2],
-            read=step.read[:1],
+            starts=step.starts[: 1 + len(real)],
+            read=step.read[: len(real)],
             embedded=tuple(_first(each, count) for each in step.embedded),
             own_angles=None if step.own_angles is None else step.own_angles[:count],
             axes=None if step.axes is None else step.axes[:, :count],
             rows=step.rows[:count],
             write=step.write[:count],
-            longest=count,
-            spans=(Span(row, first, count, pages, int(step.read[0]), writes),),
+            longest=longest,
+            spans=spans,
         )
-        hidden = last_of(self.runner.each_layer(ids[:count], real))
+        hidden = last_of(self.runner.each_layer(ids[:count], found))
         if step.ending == "last":
             return [hidden]
-        found = hidden.new_full((len(ids), hidden.shape[1]), torch.nan)
-        found[:count] = hidden
-        return [found]
+        padded = hidden.new_full((len(ids), hidden.shape[1]), torch.nan)
+        padded[:count] = hidden
+        return [padded]
+
+    @staticmethod
+    def _span(step: Step, b: int, start: int, end: int) -> Span:
+        """A sequence of a step, by its tensors."""
+        row, first, count = int(step.rows[start]), int(step.positions[start]), end - start
+        assert step.rows[start:end].tolist() == [row] * count
+        assert step.positions[start:end].tolist() == [*range(first, first + count)]
+        writes = tuple(step.write[start:end].tolist())
+        assert writes == (*[NO_SLOT] * (count - 1), row)
+        pages = tuple(step.tables[row, : pages_for(first + count)].tolist())
+        return Span(row, first, count, pages, int(step.read[b]), writes)

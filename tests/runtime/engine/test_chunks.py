@@ -71,16 +71,20 @@ def test_a_padded_chunk_stands_where_its_length_does(threshold: str) -> None:
     """But for the CPU's, which pads none."""
     most = getattr(thresholds, threshold)
     for count in range(1, SEQUENCE_TOKENS + 1):
-        assert count <= width_of(count) <= SEQUENCE_TOKENS  # which has the bits of a lone token
+        assert (
+            count <= width_of(count, short=True) <= SEQUENCE_TOKENS
+        )  # which has the bits of a lone token
     for count in range(SEQUENCE_TOKENS + 1, CHUNK_WIDTHS[-1] + 1):
-        width = width_of(count)
+        width = width_of(count, short=False)
         assert count <= width
         assert (width <= most) == (count <= most) or threshold == "CPU_PACKED_TOKENS"
 
 
 def test_widths_reach_the_longest_chunk_and_waste_less_than_half() -> None:
     assert CHUNK_WIDTHS[-1] == CHUNK
-    assert all(2 * count > width_of(count) for count in range(SEQUENCE_TOKENS + 1, CHUNK + 1))
+    assert all(
+        2 * count > width_of(count, short=False) for count in range(SEQUENCE_TOKENS + 1, CHUNK + 1)
+    )
 
 
 def test_chunks_are_replayed_from_the_second_prompt_on(

@@ -181,7 +181,8 @@ def run_in_steps(runner: Runner, size: int) -> list[Tensor]:
     hidden = []
     for first in (0, *range(START, len(IDS), size)):
         stop = min(len(IDS), START if first == 0 else first + size)
-        hidden.append(last_of(runner.chunk(made, IDS[first:stop])))
+        made.chunk_ends = [stop]
+        hidden.append(last_of(runner.chunk([made])))
         made.length = stop
     return [torch.cat(hidden), *rows_of(runner, made)]
 
@@ -209,7 +210,8 @@ def test_a_last_hidden_state_is_the_same_without_the_others(
     for last in (False, True):
         clean(runner)
         made = opened(runner, 1, IDS)
-        hidden = last_of(runner.chunk(made, IDS[:count], last))
+        made.chunk_ends = [count]
+        hidden = last_of(runner.chunk([made], last))
         assert len(hidden) == (1 if last and count > SEQUENCE_TOKENS else count)
         made.length = count
         found.append([hidden[-1], *rows_of(runner, made)])
@@ -255,8 +257,9 @@ def test_several_tokens_of_several_sequences(model: lowbit.Model) -> None:
     for found in (alone, together):
         clean(runner)
         made = [opened(runner, row, ids) for row, ids in enumerate(texts, start=1)]
-        for each, ids, length in zip(made, texts, (START, 3, 40), strict=True):
-            last_of(runner.chunk(each, ids[:length]))
+        for each, length in zip(made, (START, 3, 40), strict=True):
+            each.chunk_ends = [length]
+            last_of(runner.chunk([each]))
             each.length = length
         outs: list[list[Tensor]] = [[], [], []]
         for _ in range(3):

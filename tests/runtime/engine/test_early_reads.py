@@ -37,6 +37,7 @@ class Gpu:
     engine: Engine = field(init=False)
     on_gpu = True
     link = None
+    packs = False
     batch: tuple[Sequence, ...] = ()
     context = 2000
     rows = 8
@@ -71,12 +72,13 @@ class Gpu:
 
     def apply(self, changes: Any) -> None: ...
 
-    def chunk(self, sequence: Sequence, ids: Any, last: bool = False) -> Iterator[Tensor]:
-        self.send(f"prompt {ids[0]}", PROMPT_MS)
+    def chunk(self, sequences: list[Sequence], last: bool = False) -> Iterator[Tensor]:
+        [sequence] = sequences
+        self.send(f"prompt {sequence.request.prompt[0]}", PROMPT_MS)
         yield torch.zeros(1, 1)
 
-    def begin(self, sequence: Sequence, hidden: Tensor) -> "GpuStep":
-        return GpuStep([sequence], self, self.free)
+    def begin(self, sequences: list[Sequence], hidden: Tensor) -> "GpuStep":
+        return GpuStep(sequences, self, self.free)
 
     def decode(self, sequences: list[Sequence]) -> "GpuStep":
         for each in sequences:

@@ -1,0 +1,121 @@
+"""Packs: chunks of several prompts that pass the layers together on a GPU.
+
+Linears take as long for some tokens as for many, so that short prompts one by one leave most of a
+GPU unused. Bits: a token has those that it has where its prompt's chunk passes alone. So chunks of
+a pack are of one kind (`way_of`), within which no linear's bits depend on how many tokens there
+are; attention and recurrence take each sequence for itself.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.engine.plan import CHUNK
+from lowbit.runtime.engine.prefix_cache import common_length, prefix_keys
+from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.thresholds import EXACT_TOKENS, PACK_SEQUENCES, SEQUENCE_TOKENS
+
+# Tokens that a prompt has in common with one that runs, beyond what the cache has: so many are
+# worth waiting for until the cache has them
+SHARED = 64
+
+
+def way_of(tokens: int) -> int:
+    """Most tokens of a chunk that takes the same ways as one of so many; see `thresholds`."""
+    return next(most for most in (SEQUENCE_TOKENS, EXACT_TOKENS, CHUNK) if tokens <= most)
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Chunks of prompts that are on their way through the layers together, most often one."""
+
+    sequences: list[Sequence]  # whose prompts they are
+    stops: list[int]  # lengths of the sequences behind them
+    layers: Iterator[Tensor]  # runs a layer for each output that is taken
+    # The last output; empty before the first
+    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+@dataclass(slots=True)
+class Pack:
+    """Sequences whose next chunks pass the layers together."""
+
+    most: int  # tokens
+    most_keys: int | None  # of all sequences, those of the chunks included; None for any number
+    sequences: list[Sequence] = field(default_factory=list)
+    _tokens: int = 0  # of their chunks
+    _keys: int = 0  # behind them
+
+    def fill(
+        self, prompts: list[Sequence], open_beside: Callable[[], Sequence | None]
+    ) -> list[Sequence]:
+        """Take the first of the sequences whose prompts run, and those that fit beside it.
+
+        Args:
+            prompts: these sequences; a longer list once another one has been opened.
+            open_beside: gives room to another sequence that waits; None if it has to wait.
+
+        Returns:
+            Those that have been taken.
+        """
+        for each in prompts:
+            self._take(each)
+        while self._has_room and len(prompts) < PACK_SEQUENCES:
+            opened = open_beside()
+            if opened is None:
+                break
+            self._take(opened)
+        return self.sequences
+
+    @property
+    def _has_room(self) -> bool:
+        """True if another sequence may fit."""
+        return self._tokens < self._limit and packable(self.sequences[0])
+
+    @property
+    def _limit(self) -> int:
+        """Most tokens of chunks of the first one's kind."""
+        few = way_of(self.sequences[0].next_count) <= EXACT_TOKENS
+        return min(self.most, EXACT_TOKENS) if few else self.most
+
+    def _take(self, sequence: Sequence) -> None:
+        count = sequence.next_count
+        tokens, keys = self._tokens + count, self._keys + sequence.next_stop
+        if self.sequences:
+            first = self.sequences[0]
+            alike = way_of(count) == way_of(first.next_count)
+            fits = tokens <= self._limit and len(self.sequences) < PACK_SEQUENCES
+            if self.most_keys is not None:
+                fits = fits and keys <= self.most_keys
+            if not (alike and fits and packable(first) and packable(sequence)):
+                return
+        self.sequences.append(sequence)
+        self._tokens, self._keys = tokens, keys
+
+
+def packable(sequence: Sequence) -> bool:
+    """True if a chunk of a sequence's prompt may pass the layers beside others."""
+    return sequence.images is None and sequence.request.prompt_logprobs is None
+
+
+def runs_beside(
+    sequence: Sequence, others: list[Sequence], known: Callable[[Sequence], int]
+) -> bool:
+    """True if the prompt of a sequence that waits need not wait for those of others.
+
+    Args:
+        others: sequences whose prompts run.
+        known: tokens of its prompt that the prefix cache has.
+    """
+    if not packable(sequence):
+        return False
+    prompt = sequence.request.prompt
+    alike = [each for each in others if each.request.prompt[:SHARED] == prompt[:SHARED]]
+    if not alike or len(prompt) < SHARED:
+        return True
+    keys = prefix_keys(prompt, sequence.request)
+    running = [prefix_keys(each.request.prompt, each.request) for each in alike]
+    shared = max(common_length(keys, other) for other in running)
+    return shared < SHARED + known(sequence)
