@@ -1,13 +1,13 @@
 """attention_prefill: q/k norm, rotation and append of a prompt's M tokens, then causal attention.
 
     q, k = rope(rms_norm(q) * q_norm), rope(rms_norm(k) * k_norm)       (per head, FP32)
-    out  = softmax(q . k^T / sqrt(D) + causal) @ v over the sequence's first length + M rows
+    out  = softmax(q . k^T / sqrt(D) + causal) @ v over the sequence's rows up to its end
     out *= sigmoid(gate)                                                (where gated)
 
 Layout  qkv [M, (Hq + 2 * Hkv) * D] bf16, each q head followed by its gate where gated; pages k, v
-        [P, PAGE, Hkv, D] bf16, or int8 with scales [P, PAGE, Hkv] bf16; token m takes row
-        length + m. Length, sequence and number of tokens are read from the step's tensors; tokens
-        past that number are padding: nothing is stored
+        [P, PAGE, Hkv, D] bf16, or int8 with scales [P, PAGE, Hkv] bf16; a token takes the row of
+        its position. Positions, sequences and numbers of tokens are read from the step's tensors;
+        tokens past the last sequence are padding: nothing is stored
 Bytes   many tokens whose pages do not follow one another: 16 * Hkv * D * (length + M) to gather
 Plan    A Triton program per token and 8 heads writes q aside and k, v into the pages. Attention of
         few tokens is a kernel whose programs take some tokens of a head over all keys, in order,
@@ -15,7 +15,8 @@ Plan    A Triton program per token and 8 heads writes q aside and k, v into the 
         their own. Codes become BF16 in it, exactly; the scales of keys are multiplied into scores,
         those of values into weights. Many tokens are for `prefill_hopper`, elsewhere for PyTorch's
         flash attention, over the pages as they lie where they follow one another, else over rows
-        gathered from them; of codes both get rows in BF16. Where pages lie changes no bit
+        gathered from them; of codes both get rows in BF16. Where pages lie changes no bit. Of
+        several sequences in a chunk each takes the kernel that it takes alone (`prompt_ways`)
 """
 
 import math
@@ -26,13 +27,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
-from lowbit.runtime.kernels.attention.heads import heads_of
-from lowbit.runtime.kernels.attention.prefill_hopper import (
-    attend_on_hopper,
-    prompt_plan,
-)
+from lowbit.runtime.kernels.attention.heads import Heads, heads_of
+from lowbit.runtime.kernels.attention.packed import sequence_of
+from lowbit.runtime.kernels.attention.prefill_hopper import attend_on_hopper, prompt_plan
 from lowbit.runtime.kernels.attention.widen_pages import widen_pages
-from lowbit.runtime.kernels.launch.attention import prompt_launch, prompt_way
+from lowbit.runtime.kernels.launch.attention import Packed, prompt_launch, prompt_ways
 from lowbit.runtime.kernels.launch.device import card_of, run
 from lowbit.runtime.state.page_counts import PAGE, pages_for
 from lowbit.runtime.state.pages import KVPages
@@ -41,6 +40,8 @@ from lowbit.runtime.weights.layers import AttentionLayer
 
 LOG2E = math.log2(math.e)
 BLOCK_H = 8  # heads of a program that rotates
+# Keys and values of a layer in pages, and the scales of codes
+Stored = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def append_codes(x, codes_ptr, scales_ptr, heads, inside, D: tl.constexpr):
 def _rotate_append_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr,
     v_scales_ptr, tables_ptr, rows_ptr, positions_ptr, starts_ptr, table_stride, angles_ptr, eps,
-    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr,
+    SEQUENCES: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A program takes BLOCK_H heads of q, or of k, or of v. HEADS: see `Heads`; ROWS: of a page."""
     D: tl.constexpr = HEADS.dim
@@ -107,12 +108,12 @@ def _rotate_append_kernel(
     Q_BLOCKS: tl.constexpr = (Hq + BLOCK_H - 1) // BLOCK_H
     KV_BLOCKS: tl.constexpr = (Hkv + BLOCK_H - 1) // BLOCK_H
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if token >= tl.load(starts_ptr + 1):  # padding
+    if token >= tl.load(starts_ptr + SEQUENCES):  # padding
         return
     offs_d, offs_h = tl.arange(0, D), tl.arange(0, BLOCK_H)
     x_ptr = qkv_ptr + token * (Hq * QUERY + 2 * Hkv * D)
-    row, turn = tl.load(positions_ptr) + token, tl.load(angles_ptr + token)
-    table_ptr = tables_ptr + tl.load(rows_ptr) * table_stride
+    row, turn = tl.load(positions_ptr + token), tl.load(angles_ptr + token)
+    table_ptr = tables_ptr + tl.load(rows_ptr + token) * table_stride
     page = tl.load(table_ptr + row // ROWS).to(tl.int64)
     stored = (page * ROWS + row % ROWS) * Hkv  # heads of k or v before this row
     if block < Q_BLOCKS:
@@ -196,24 +197,29 @@ def _attended(
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, qkv_ptr, out_ptr, tables_ptr, rows_ptr,
     positions_ptr, starts_ptr, table_stride, scale,
-    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PACKED: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """scale: of scores, times log2(e); ROWS: of a page; WIDE: products in FP32 (interpreter)."""
+    """scale: of scores, times log2(e); ROWS: of a page; WIDE: products in FP32 (interpreter).
+
+    PACKED: see `Packed`. Numbers of tokens count from the sequence's first one.
+    """
     D: tl.constexpr = HEADS.dim
     Hkv: tl.constexpr = HEADS.kv
     Hq: tl.constexpr = HEADS.kv * HEADS.shared
+    WIDTH: tl.constexpr = Hq * (2 if HEADS.gated else 1) + 2 * Hkv  # heads of a token
     head = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest begin first
-    M, length = tl.load(starts_ptr + 1), tl.load(positions_ptr)
+    begin, M, block, _ = sequence_of(block, starts_ptr, positions_ptr, PACKED, BLOCK_M, None)
+    length = tl.load(positions_ptr + begin)
     if block * BLOCK_M >= M:  # padding
         return
     tokens = block * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d, offs_n = tl.arange(0, D), tl.arange(0, BLOCK_N)
     there = tokens[:, None] < M
-    at = (tokens[:, None] * Hq + head) * D + offs_d[None, :]
+    at = ((begin + tokens)[:, None] * Hq + head) * D + offs_d[None, :]
     q = tl.load(q_ptr + at, mask=there, other=0.0)
-    table_ptr = tables_ptr + tl.load(rows_ptr) * table_stride
+    table_ptr = tables_ptr + tl.load(rows_ptr + begin) * table_stride
     end = length + tl.minimum(M, (block + 1) * BLOCK_M)
     free = (length + block * BLOCK_M) // BLOCK_N * BLOCK_N  # keys that all tokens see
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -231,23 +237,28 @@ def _attend_kernel(
         )  # fmt: skip
     out = acc / total[:, None]
     if HEADS.gated:
-        gate = tokens[:, None] * (2 * Hq + 2 * Hkv) * D + (2 * head + 1) * D + offs_d[None, :]
+        gate = (begin + tokens)[:, None] * WIDTH * D + (2 * head + 1) * D + offs_d[None, :]
         out *= tl.sigmoid(tl.load(qkv_ptr + gate, mask=there, other=0.0).to(tl.float32))
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=there)
 
 
 def attention_prefill(qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step) -> Tensor:
-    """Attention of M tokens of one sequence after the tokens it has; see `Ops.attention`.
+    """Attention of M tokens after those that their sequences have; see `Ops.attention`.
 
-    Padding behind the tokens (`Step.starts`) is for the kernels alone, not for PyTorch's attention.
-    They take nothing else of what the host knows of the step.
+    Several sequences, and padding behind the tokens (`Step.starts`), are for the kernels alone, not
+    for PyTorch's attention. They take nothing else of what the host knows of the step but how many
+    sequences there are.
 
     Returns:
         [M, Hq * D] in the dtype of qkv; anything for padding.
+
+    Raises:
+        ValueError: see `prompt_ways`.
     """
-    M, (span,) = qkv.shape[0], step.spans
+    M, B = len(qkv), len(step.starts) - 1
     heads = heads_of(qkv, layer, pages)
     Hq, D = heads.queries, heads.dim
+    ways = prompt_ways(M, B, D, card_of(qkv).is_hopper)
     q = torch.empty((M, Hq, D), dtype=qkv.dtype, device=qkv.device)
     stored = (*pages.layer(layer.index), *(pages.layer_scales(layer.index) or (None, None)))
     where = (step.tables, step.rows, step.positions, step.starts, step.tables.shape[1])
@@ -265,46 +276,72 @@ def attention_prefill(qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: 
         *where,
         angles,
         layer.eps,
+        SEQUENCES=B,
         HEADS=heads,
         BLOCK_H=BLOCK_H,
         ROWS=PAGE,
         num_warps=4,
         enable_fp_fusion=True,
     )
+    if "torch" in ways:
+        return _attend_with_torch(q, qkv, layer.gated, stored, step).reshape(M, Hq * D)
+    out = torch.empty_like(q)
     scale = D**-0.5 * LOG2E
-    way = prompt_way(M, D, card_of(qkv).is_hopper)
-    if way == "hopper":
-        k, v = widen_pages(stored, where, step.tables.shape[1]) if pages.quantized else stored[:2]
-        plan = prompt_plan(heads, in_order=pages.quantized)
-        return attend_on_hopper(q, k, v, qkv, where, scale, plan).view(M, Hq * D)
-    if way == "blocks":
-        launch = prompt_launch(D)
-        attended = torch.empty_like(q)
-        run(
-            _attend_kernel,
-            (Hq, triton.cdiv(M, launch.tokens)),
-            q,
-            *stored,
-            qkv,
-            attended,
-            *where,
-            scale,
-            HEADS=heads,
-            BLOCK_M=launch.tokens,
-            BLOCK_N=launch.keys,
-            ROWS=PAGE,
-            WIDE=qkv.device.type == "cpu",
-            num_warps=launch.warps,
-            num_stages=launch.stages,
-            enable_fp_fusion=True,
-        )
-        return attended.view(M, Hq * D)
+    for way, packed in ways.items():
+        if way == "blocks":
+            _attend_in_blocks(q, stored, qkv, out, where, scale, heads, packed)
+            continue
+        k, v = stored[:2]
+        if pages.quantized:
+            room = step.tables.shape[1] if B == 1 else step.max_kv_len // PAGE + B
+            k, v = widen_pages(stored, where, room, packed)
+        plan = prompt_plan(heads, pages.quantized, packed)
+        attend_on_hopper(q, k, v, qkv, out, where, scale, plan)
+    return out.view(M, Hq * D)
+
+
+def _attend_in_blocks(
+    q: Tensor,
+    stored: Stored,
+    qkv: Tensor,
+    out: Tensor,
+    where: tuple[Tensor | int, ...],
+    scale: float,
+    heads: Heads,
+    packed: Packed,
+) -> None:
+    """Attention by small programs; arguments as of `attend_on_hopper`."""
+    launch = prompt_launch(heads.dim)
+    run(
+        _attend_kernel,
+        (heads.queries, packed.blocks(len(q), launch.tokens)),
+        q,
+        *stored,
+        qkv,
+        out,
+        *where,
+        scale,
+        PACKED=packed,
+        HEADS=heads,
+        BLOCK_M=launch.tokens,
+        BLOCK_N=launch.keys,
+        ROWS=PAGE,
+        WIDE=qkv.device.type == "cpu",
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+        enable_fp_fusion=True,
+    )
+
+
+def _attend_with_torch(q: Tensor, qkv: Tensor, gated: bool, stored: Stored, step: Step) -> Tensor:
+    """PyTorch's attention of one sequence's tokens: [M, Hq, D]."""
+    (span,), (M, Hq, D) = step.spans, q.shape
     k, v = (_rows(*each, step, span, q.dtype) for each in zip(stored[:2], stored[2:], strict=True))
     mixed = _attend_many(q, k, v, span)
-    if layer.gated:
-        gate = qkv[:, : 2 * Hq * D].view(M, Hq, 2, D)[:, :, 1]
-        mixed = (mixed.float() * torch.sigmoid(gate.float())).to(qkv.dtype)
-    return mixed.reshape(M, Hq * D)
+    if not gated:
+        return mixed
+    gate = qkv[:, : 2 * Hq * D].view(M, Hq, 2, D)[:, :, 1]
+    return (mixed.float() * torch.sigmoid(gate.float())).to(qkv.dtype)
 
 
 def _attend_many(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:

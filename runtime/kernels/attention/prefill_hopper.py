@@ -1,6 +1,6 @@
 """attend_on_hopper: causal attention of many tokens of a prompt, three warpgroups a program.
 
-    out = softmax(q . k^T / sqrt(D) + causal) @ v      over the sequence's first length + M rows
+    out = softmax(q . k^T / sqrt(D) + causal) @ v      over the sequence's rows up to its end
     out *= sigmoid(gate)                               (where gated)
 
 Layout  q [M, Hq, D] bf16, rotated; k, v in pages [P, PAGE, Hkv, D] bf16, the tokens' own rows
@@ -16,8 +16,6 @@ Plan    A program takes 128 tokens of a head over all keys, in order. One warpgr
 from dataclasses import dataclass
 from functools import cache
 
-import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,6 +24,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from lowbit.runtime.kernels.attention.heads import Heads
+from lowbit.runtime.kernels.attention.packed import sequence_of
+from lowbit.runtime.kernels.launch.attention import Packed
 from lowbit.runtime.kernels.launch.device import run
 from lowbit.runtime.kernels.ptx.wgmma import next_slot
 from lowbit.runtime.state.page_counts import PAGE
@@ -50,13 +50,15 @@ class PromptPlan:
     keys: int  # of a block, whole pages
     stages: int  # blocks of keys, and as many of values, on their way or in use
     page: int  # its rows
-    in_order: bool  # pages follow one another, whatever the block table says
+    # pages of the sequences taken follow one another, whatever the block tables say
+    in_order: bool
+    packed: Packed  # the sequences taken
 
 
 @cache
-def prompt_plan(heads: Heads, in_order: bool) -> PromptPlan:
-    """The plan for a layer's heads; `in_order` as in `PromptPlan`."""
-    return PromptPlan(heads, 128 if heads.dim <= 128 else 64, 2, PAGE, in_order)
+def prompt_plan(heads: Heads, in_order: bool, packed: Packed) -> PromptPlan:
+    """The plan for a layer's heads; others as in `PromptPlan`."""
+    return PromptPlan(heads, 128 if heads.dim <= 128 else 64, 2, PAGE, in_order, packed)
 
 
 @gluon.jit
@@ -205,14 +207,26 @@ def _attend_on_hopper_kernel(
     q_ptr, k_ptr, v_ptr, qkv_ptr, out_ptr, tables_ptr, rows_ptr, positions_ptr, starts_ptr,
     table_stride, scale, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """scale: of scores, times log2(e)."""
+    """scale: of scores, times log2(e). Numbers of tokens count from the sequence's first one."""
     HEADS: gl.constexpr = PLAN.heads
     D: gl.constexpr = HEADS.dim
     STAGES: gl.constexpr = PLAN.stages
+    PACKED: gl.constexpr = PLAN.packed
+    IN_ORDER: gl.constexpr = PLAN.page if PLAN.in_order else None
+    Hq: gl.constexpr = HEADS.kv * HEADS.shared
+    WIDTH: gl.constexpr = Hq * (2 if HEADS.gated else 1) + 2 * HEADS.kv  # heads of a token
     head = gl.program_id(0)
-    first = (gl.num_programs(1) - 1 - gl.program_id(1)) * (2 * ROWS)  # the longest begin first
-    M = gl.load(starts_ptr + 1)
-    length = gl.load(positions_ptr)
+    block = gl.num_programs(1) - 1 - gl.program_id(1)  # the longest begin first
+    begin, M, block, pages = sequence_of(
+        block, starts_ptr, positions_ptr, PACKED, 2 * ROWS, IN_ORDER
+    )
+    first = block * (2 * ROWS)
+    length = gl.load(positions_ptr + begin)
+    q_ptr += begin * (Hq * D)
+    out_ptr += begin * (Hq * D)
+    qkv_ptr += begin * (WIDTH * D)
+    k_ptr += gl.cast(pages, gl.int64) * (PLAN.page * HEADS.kv * D)
+    v_ptr += gl.cast(pages, gl.int64) * (PLAN.page * HEADS.kv * D)
     end = length + gl.minimum(M, first + 2 * ROWS)
     blocks = gl.where(first < M, (end + PLAN.keys - 1) // PLAN.keys, 0)
     if blocks > 0:  # else padding
@@ -234,7 +248,7 @@ def _attend_on_hopper_kernel(
         rings = (k_ring, v_ring)
         full = (k_full, v_full)
         empty = (k_empty, v_empty)
-        table_ptr = tables_ptr + gl.load(rows_ptr) * table_stride
+        table_ptr = tables_ptr + gl.load(rows_ptr + begin) * table_stride
         gl.warp_specialize(
             [
                 (
@@ -269,29 +283,26 @@ def attend_on_hopper(
     k: Tensor,
     v: Tensor,
     qkv: Tensor,
+    out: Tensor,
     where: tuple[Tensor | int, ...],
     scale: float,
     plan: PromptPlan,
-) -> Tensor:
-    """Attention of a prompt's chunk; see above.
+) -> None:
+    """Attention of the sequences of a chunk of prompts that are taken; see above.
 
     Args:
         q: [M, Hq, D] bfloat16.
         k: keys of the layer, in pages [P, PAGE, Hkv, D] bfloat16.
         v: values of the layer, in as many pages.
         qkv: [M, width], of which gates are read.
+        out: [M, Hq, D] bfloat16, written for the tokens of these sequences.
         where: the step's block tables, rows, positions, starts, and the tables' row stride.
         scale: of scores, times log2(e).
         plan: constants; D is one of `launch.attention.HOPPER_DIMS`.
-
-    Returns:
-        [M, Hq, D] bfloat16; anything for padding.
     """
-    out = torch.empty_like(q)
-    M = q.shape[0]
     run(
         _attend_on_hopper_kernel,
-        (plan.heads.queries, triton.cdiv(M, TOKENS)),
+        (plan.heads.queries, plan.packed.blocks(len(q), TOKENS)),
         q,
         k,
         v,
@@ -304,4 +315,3 @@ def attend_on_hopper(
         maxnreg=LAUNCHED,
         enable_fp_fusion=True,
     )
-    return out

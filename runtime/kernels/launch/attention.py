@@ -277,15 +277,53 @@ def block_launch(rows: int, kv_heads: int, head_dim: int, keys: int) -> BlockLau
 
 
 HOPPER_DIMS = (64, 128, 256)  # of heads that `attend_on_hopper` takes
+ANY_TOKENS = 1 << 30  # more than a chunk has
+Way = Literal["hopper", "blocks", "torch"]
 
 
-def prompt_way(tokens: int, head_dim: int, hopper: bool) -> Literal["hopper", "blocks", "torch"]:
-    """Attention of a chunk of so many tokens: large programs, small ones, or PyTorch's."""
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Sequences of a chunk of prompts that a kernel takes; a constant of it.
+
+    A lone one is taken however many tokens it has.
+    """
+
+    sequences: int  # B, of all of the chunk
+    fewest: int = 1  # tokens of a sequence that is taken
+    most: int = ANY_TOKENS  # tokens of a sequence that is taken
+
+    def blocks(self, tokens: int, each: int) -> int:
+        """Most blocks of `each` tokens that a chunk of so many tokens may have."""
+        return (tokens + (each - 1) * min(self.sequences, tokens // self.fewest)) // each
+
+
+def prompt_way(tokens: int, head_dim: int, hopper: bool) -> Way:
+    """Attention of so many tokens of a sequence: large programs, small ones, or PyTorch's."""
     if tokens <= PROMPT_TOKENS:
         return "blocks"
     if hopper:
         return "hopper" if head_dim in HOPPER_DIMS else "blocks"
     return "torch"
+
+
+def prompt_ways(tokens: int, sequences: int, head_dim: int, hopper: bool) -> dict[Way, Packed]:
+    """Ways of a chunk's attention, and the sequences that each takes: none is taken twice.
+
+    A lone sequence goes by the chunk's tokens, with padding. Of several each goes by its own, so
+    that it has the bits that it has alone.
+
+    Raises:
+        ValueError: several sequences, for which PyTorch's attention would be needed.
+    """
+    way = prompt_way(tokens, head_dim, hopper)
+    if sequences == 1 or way == "blocks":
+        return {way: Packed(sequences)}
+    if way == "torch":
+        raise ValueError(f"{sequences} sequences in {tokens} tokens: PyTorch attends to one")
+    return {
+        "blocks": Packed(sequences, most=PROMPT_TOKENS),
+        way: Packed(sequences, fewest=PROMPT_TOKENS + 1),
+    }
 
 
 def prompt_launch(head_dim: int) -> PromptLaunch:

@@ -233,7 +233,7 @@ def workload(full: bool) -> Iterator[str]:
 
 
 def attentions(full: bool) -> Iterator[str]:
-    """Decode over a short and a long reach, and prefill, for the heads of real models."""
+    """Decode over a short and a long reach, and prompts, for the heads of real models."""
     from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
     from lowbit.runtime.backends import cuda
     from lowbit.runtime.state.page_counts import PAGE
@@ -271,6 +271,9 @@ def attentions(full: bool) -> Iterator[str]:
             step = step_of(1, 200, prompt=True)
             cuda.attention(zeros(200, width), layer, pages, step)
             yield f"{Hq}/{Hkv} heads of {D}, 200 tokens{label}"
+            step = step_of(16, 208, prompt=True)
+            cuda.attention(zeros(208, width), layer, pages, step)
+            yield f"{Hq}/{Hkv} heads of {D}, 16 x 13 tokens{label}"
 
 
 def delta_nets(full: bool) -> Iterator[str]:

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from lowbit.runtime.kernels.launch.attention import (
+    ANY_TOKENS,
     KEYS,
     MOST_SPLITS,
     NARROW,
@@ -12,10 +13,12 @@ from lowbit.runtime.kernels.launch.attention import (
     block_launch,
     join_bytes,
     key_split,
+    prompt_way,
+    prompt_ways,
 )
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.state.page_counts import PAGE
-from lowbit.runtime.thresholds import SEQUENCE_TOKENS
+from lowbit.runtime.thresholds import PROMPT_TOKENS, SEQUENCE_TOKENS
 
 REACHES = (1, 40, 129, 256, 257, 1024, 40960, 262144)
 
@@ -134,3 +137,30 @@ def test_narrow_programs_where_they_take_no_more_rounds_or_are_many() -> None:
     assert attention_launch(8, 4, 128, 512, 64, quantized=True).warps == NARROW
     assert attention_launch(4, 4, 256, 512, 64).warps == NARROW
     assert attention_launch(4, 4, 256, 1024, 64).warps is None
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("tokens", [17, 128, 129, 1024])
+def test_sequences_of_a_chunk_go_the_way_that_each_goes_alone(tokens: int, head_dim: int) -> None:
+    ways = prompt_ways(tokens, 16, head_dim, hopper=True)
+    for count in (1, 17, 128, 129, 1000):
+        if count <= tokens:
+            taken = [way for way, packed in ways.items() if packed.fewest <= count <= packed.most]
+            assert taken == [prompt_way(count, head_dim, hopper=True)]
+    assert all(packed.sequences == 16 for packed in ways.values())
+    assert all(packed.fewest > 0 for packed in ways.values())  # empty sequences go no way
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("tokens", [17, 128, 129])
+def test_a_lone_sequence_goes_by_the_tokens_of_the_chunk(tokens: int, hopper: bool) -> None:
+    ((way, packed),) = prompt_ways(tokens, 1, 128, hopper).items()
+    assert way == prompt_way(tokens, 128, hopper)
+    assert (packed.fewest, packed.most) == (1, ANY_TOKENS)
+    assert packed.blocks(tokens, 16) == -(-tokens // 16)
+
+
+def test_pytorch_attends_to_one_sequence() -> None:
+    assert list(prompt_ways(PROMPT_TOKENS, 2, 128, hopper=False)) == ["blocks"]
+    with pytest.raises(ValueError, match="2 sequences in 129 tokens"):
+        prompt_ways(PROMPT_TOKENS + 1, 2, 128, hopper=False)
