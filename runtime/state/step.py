@@ -72,19 +72,20 @@ class Step:
 
     positions: "Tensor"  # [M] int32, position of each token in its sequence
     rows: "Tensor"  # [M] int32, row of `tables` of each token's sequence
-    # [B + 1] int32, first token of each sequence, then M; of a prompt 0 and the number of its
-    # tokens, which may be less than M: others are padding, of which nothing is stored
+    # [B + 1] int32, first token of each sequence, then M; of prompts the number of their tokens,
+    # which may be less than M: others are padding, of which nothing is stored, and the last
+    # sequences may be empty
     starts: "Tensor"
     tables: "Tensor"  # [R, T] int32, block tables: the page of each PAGE positions
     read: "Tensor"  # [B] int32, slot with the recurrent state before the sequence's first token
     write: "Tensor"  # [M] int32, slot that takes the state after the token, or NO_SLOT
     max_kv_len: int  # every position is below it; kernels divide their work by it
     longest: int  # most tokens of one sequence
-    # The B sequences, as the host knows them; GPU kernels do not look at them, but for the
-    # attention of prompts, see `attention_prefill`
+    # The B sequences, as the host knows them; GPU kernels do not look at them, only PyTorch's
+    # attention of a lone prompt does, see `attention_prefill`
     spans: tuple[Span, ...]
-    # True for a chunk of one sequence's prompt (B = 1) that takes the kernels for many tokens;
-    # others take those that give each token the same bits in any company
+    # True for a chunk of a prompt that takes the kernels for many tokens; others take those that
+    # give each token the same bits in any company. Of several prompts (B > 1) on Hopper alone
     prompt: bool = False
     # Way of a prompt through the end of the last layer, behind its keys, values and states: all
     # together; the last one apart, so that it has the same bits whether or not the others pass,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -200,11 +201,11 @@ def test_several_sequences_are_not_for_pytorch(
     assert same_bytes(pages, before)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _places_kernel(
-    out_ptr, starts_ptr, positions_ptr,
+    out_ptr: Any, starts_ptr: Any, positions_ptr: Any,
     PACKED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     block = tl.program_id(0)
     first, count, own, pages = sequence_of(block, starts_ptr, positions_ptr, PACKED, TOKENS, ROWS)
     tl.store(out_ptr + 4 * block, first)
