@@ -7,9 +7,9 @@ Layout  o [M, Hv * Dv] fp32, qkvz [M, C + Hv * Dv] bf16, z after the channels; p
         o * gain * silu(z), and squares [M, Hv, SQUARES] fp32, parts of sum(o^2); out [M, Hv * Dv]
         bf16
 Plan    A program per token and head. A prompt's window moves in `gated_norm` and nowhere else,
-        because many programs of the kernels before it read the window. The programs of token 0
-        each move some channels; one thread moves the rows of a channel, oldest first, so the new
-        window may take the place of the old one
+        because many programs of the kernels before it read the window. The programs of a sequence's
+        last token each move some channels; one thread moves the rows of a channel, oldest first, so
+        the new window may take the place of the old one
 """
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.delta.program import sizes_of
+from lowbit.runtime.kernels.delta.sequences import sequence_of
 from lowbit.runtime.kernels.launch.device import programmatic_launch, run
 from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.state.delta import LayerStates
@@ -29,15 +30,15 @@ from lowbit.runtime.weights.layers import DeltaLayer
 @triton.jit
 def _gated_norm_kernel(
     o_ptr, qkvz_ptr, gain_ptr, window_ptr, read_ptr, write_ptr, starts_ptr, out_ptr, eps,
-    SIZES: tl.constexpr, BLOCK_C: tl.constexpr,
+    SIZES: tl.constexpr, BLOCK_C: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """A program per token and head; those of token 0 also move BLOCK_C channels of the window."""
+    """A program per token and head; those of a last token move BLOCK_C channels of a window."""
     C: tl.constexpr = SIZES.C
     Dv: tl.constexpr = SIZES.Dv
     W: tl.constexpr = SIZES.W
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Hv = tl.num_programs(1)
-    M = tl.load(starts_ptr + 1)
+    M = tl.load(starts_ptr + SEQUENCES)
     if token >= M:  # padding
         return
     stride = C + Hv * Dv
@@ -48,20 +49,24 @@ def _gated_norm_kernel(
     o *= tl.rsqrt(tl.sum(o * o, axis=0) / Dv + eps) * gain
     out = o * z * tl.sigmoid(z)
     tl.store(out_ptr + token * Hv * Dv + offs_d, out.to(out_ptr.dtype.element_ty))
-    target = tl.load(write_ptr + M - 1).to(tl.int64)
-    if (token == 0) & (target >= 0):
-        old_ptr = window_ptr + tl.load(read_ptr).to(tl.int64) * ((W - 1) * C)
-        new_ptr = window_ptr + target * ((W - 1) * C)
-        offs_c = head * BLOCK_C + tl.arange(0, BLOCK_C)
-        inside = offs_c < C
-        for row in tl.static_range(W - 1):
-            source = tl.zeros([BLOCK_C], tl.int64) + M + row  # of the old window, then the tokens
-            held = source < W - 1
-            old = tl.load(old_ptr + source * C + offs_c, mask=inside & held, other=0.0)
-            tokens = qkvz_ptr + (source - (W - 1)) * stride
-            new = tl.load(tokens + offs_c, mask=inside & (source >= W - 1), other=0.0)
-            moved = tl.where(held, old, new.to(old.dtype))
-            tl.store(new_ptr + row * C + offs_c, moved, mask=inside)
+    target = tl.load(write_ptr + token).to(tl.int64)
+    if target >= 0:
+        number = sequence_of(starts_ptr, token, SEQUENCES)
+        first = tl.load(starts_ptr + number).to(tl.int64)
+        if token + 1 == tl.load(starts_ptr + number + 1):
+            old_ptr = window_ptr + tl.load(read_ptr + number).to(tl.int64) * ((W - 1) * C)
+            new_ptr = window_ptr + target * ((W - 1) * C)
+            offs_c = head * BLOCK_C + tl.arange(0, BLOCK_C)
+            inside = offs_c < C
+            for row in tl.static_range(W - 1):
+                # of the old window, then the tokens
+                source = tl.zeros([BLOCK_C], tl.int64) + (token + 1 - first) + row
+                held = source < W - 1
+                old = tl.load(old_ptr + source * C + offs_c, mask=inside & held, other=0.0)
+                tokens = qkvz_ptr + (first + source - (W - 1)) * stride
+                new = tl.load(tokens + offs_c, mask=inside & (source >= W - 1), other=0.0)
+                moved = tl.where(held, old, new.to(old.dtype))
+                tl.store(new_ptr + row * C + offs_c, moved, mask=inside)
 
 
 @triton.jit
@@ -110,14 +115,15 @@ def norm_heads(parts: Tensor, squares: Tensor, eps: float, dtype: torch.dtype) -
 def gated_norm(
     o: Tensor, qkvz: Tensor, layer: DeltaLayer, states: LayerStates, step: Step
 ) -> Tensor:
-    """Gated RMS norm of every head of a prompt; the window moves past its tokens.
+    """Gated RMS norm of every head of prompts; each sequence's window moves past its tokens.
 
     Args:
         o: [M, Hv * Dv] float32, the recurrence's output.
         qkvz: [M, C + Hv * Dv], inputs of the convolution and then z.
         layer: of the layer; Dv is a power of two.
-        step: the slot `read[0]` has the window before the first token, the one that `write` has for
-            the last token takes the window after it; M rows may have padding behind that.
+        step: the slot in `read` has the window before a sequence's first token, the one that
+            `write` has for its last token takes the window after it; M rows may have padding behind
+            all of them.
 
     Returns:
         [M, Hv * Dv] in the dtype of qkvz; anything for padding.
@@ -131,6 +137,7 @@ def gated_norm(
         layer.eps,
         SIZES=sizes,
         BLOCK_C=triton.next_power_of_2(triton.cdiv(sizes.C, sizes.Hv)),
+        SEQUENCES=len(step.starts) - 1,
         num_warps=1,
         enable_fp_fusion=True,
     )

@@ -1,4 +1,4 @@
-"""delta_prefill: M tokens of a gated DeltaNet layer, in chunks of 64.
+"""delta_prefill: M tokens of prompts through a gated DeltaNet layer, in chunks of 64.
 
 In a chunk, with G the running sum of g and D[i, j] = exp(G[i] - G[j]) for j <= i, else 0:
     T      = (I + beta * D * (k . k^T) below the diagonal)^-1
@@ -9,14 +9,15 @@ which is the recurrence of `delta_decode` with its sums in another order.
 
 Layout  qkvz [M, C + Hv * Dv] bf16, ba [M, 2 * Hv]; slots: memory [S, Hv, Dk, Dv] fp32, window
         [S, W - 1, C] bf16
-Plan    Chunks begin at the call's first token; the state comes from one slot and goes to another or
-        the same. Four kernels: `mix` convolves and norms q, k, v, a program per tokens and head;
-        `chunk` computes all that does not need S, a program per chunk and value head; `scan`
-        carries S through the chunks, a program per value head and some columns of S; `gated_norm`
-        ends the layer and moves the window. Between them everything is FP32, and a product is
-        three TF32 ones. Tokens past the end have k = v = beta = g = 0, which leaves S as it is.
-        The end is read from the step's tensors; M rows may have padding behind it, which no state
-        sees
+Plan    Chunks begin at each sequence's first token; its state comes from one slot and goes to
+        another or the same. Four kernels: `mix` convolves and norms q, k, v, a program per tokens
+        and head; `chunk` computes all that does not need S, a program per chunk and value head;
+        `scan` carries S through the chunks, a program per value head, some columns of S, and
+        sequence; `gated_norm` ends the layer and moves the windows. Between them everything is
+        FP32, and a product is three TF32 ones. Tokens past the end have k = v = beta = g = 0, which
+        leaves S as it is. Starts and end are read from the step's tensors (`sequences`); M rows may
+        have padding behind the end, which no state sees
+Bits    of a sequence, its state and window, are those that it has alone
 """
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 from lowbit.runtime.kernels.delta.heads import gates
 from lowbit.runtime.kernels.delta.out import gated_norm
 from lowbit.runtime.kernels.delta.program import L2_EPS, sizes_of
+from lowbit.runtime.kernels.delta.sequences import chunk_of, chunks_before, sequence_of
 from lowbit.runtime.kernels.launch.delta import BLOCK_K, BLOCK_M, BLOCK_V, CHUNK
 from lowbit.runtime.kernels.launch.device import run
 from lowbit.runtime.state.delta import LayerStates
@@ -35,19 +37,23 @@ from lowbit.runtime.weights.layers import DeltaLayer
 
 
 @triton.jit
-def _convolved(qkvz_ptr, window_ptr, taps_ptr, tokens, channels, M, SIZES: tl.constexpr):
-    """Convolution and SiLU of channels of tokens, in FP32; the window comes before token 0."""
+def _convolved(qkvz_ptr, windows, taps_ptr, tokens, first, M, channels, SIZES: tl.constexpr):
+    """Convolution and SiLU of channels of tokens, in FP32.
+
+    first: token of each token's sequence, before which its window comes.
+    windows: addresses of these, of all tokens or of each [BLOCK_M, 1].
+    """
     C: tl.constexpr = SIZES.C
     W: tl.constexpr = SIZES.W
     y = tl.zeros([tokens.shape[0], channels.shape[0]], tl.float32)
     for tap in tl.static_range(W):
         row = tokens + (tap - (W - 1))
-        given = ((row >= 0) & (row < M))[:, None]
+        given = ((row >= first) & (row < M))[:, None]
         x = tl.load(
             qkvz_ptr + row[:, None] * SIZES.width + channels[None, :], mask=given, other=0.0
         )
-        past = window_ptr + (row + (W - 1))[:, None] * C + channels[None, :]
-        before = tl.load(past, mask=(row < 0)[:, None], other=0.0)
+        past = windows + (row - first + (W - 1))[:, None] * C + channels[None, :]
+        before = tl.load(past, mask=(row < first)[:, None], other=0.0)
         weight = tl.load(taps_ptr + channels * W + tap).to(tl.float32)
         y += (x.to(tl.float32) + before.to(tl.float32)) * weight[None, :]
     return y * tl.sigmoid(y)
@@ -56,7 +62,7 @@ def _convolved(qkvz_ptr, window_ptr, taps_ptr, tokens, channels, M, SIZES: tl.co
 @triton.jit
 def _mix_kernel(
     qkvz_ptr, window_ptr, read_ptr, taps_ptr, mixed_ptr, starts_ptr,
-    SIZES: tl.constexpr, BLOCK_M: tl.constexpr,
+    SIZES: tl.constexpr, BLOCK_M: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """Convolution, SiLU and L2 norm of a head of q or k, or convolution and SiLU of one of v."""
     Hk: tl.constexpr = SIZES.Hk
@@ -64,22 +70,29 @@ def _mix_kernel(
     Dv: tl.constexpr = SIZES.Dv
     C: tl.constexpr = SIZES.C
     head = tl.program_id(1)
-    M = tl.load(starts_ptr + 1)
+    M = tl.load(starts_ptr + SEQUENCES)
     if tl.program_id(0) * BLOCK_M >= M:  # padding
         return
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (tokens < M)[:, None]
     out = mixed_ptr + tokens[:, None] * C
-    window_ptr += tl.load(read_ptr).to(tl.int64) * ((SIZES.W - 1) * C)
+    if SEQUENCES == 1:
+        first = 0
+        windows = window_ptr + tl.load(read_ptr).to(tl.int64) * ((SIZES.W - 1) * C)
+    else:
+        number = sequence_of(starts_ptr, tokens, SEQUENCES)
+        first = tl.load(starts_ptr + number)
+        slots = tl.load(read_ptr + number).to(tl.int64)
+        windows = window_ptr + slots[:, None] * ((SIZES.W - 1) * C)
     if head < 2 * Hk:
         key = head * Dk + tl.arange(0, Dk)
-        x = _convolved(qkvz_ptr, window_ptr, taps_ptr, tokens, key, M, SIZES)
+        x = _convolved(qkvz_ptr, windows, taps_ptr, tokens, first, M, key, SIZES)
         scale = tl.where(head < Hk, Dk**-0.5, 1.0)
         x *= (tl.rsqrt(tl.sum(x * x, axis=1) + L2_EPS) * scale)[:, None]
         tl.store(out + key[None, :], x, mask=inside)
     else:
         value = 2 * Hk * Dk + (head - 2 * Hk) * Dv + tl.arange(0, Dv)
-        v = _convolved(qkvz_ptr, window_ptr, taps_ptr, tokens, value, M, SIZES)
+        v = _convolved(qkvz_ptr, windows, taps_ptr, tokens, first, M, value, SIZES)
         tl.store(out + value[None, :], v, mask=inside)
 
 
@@ -115,7 +128,7 @@ def _inverse(A, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _chunk_kernel(
     mixed_ptr, ba_ptr, decay_ptr, dt_bias_ptr, inverse_ptr, scores_ptr, steps_ptr, starts_ptr,
-    SIZES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    SIZES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """T, D * (q . k^T), and beta, exp(G) and exp(G[-1] - G) of each token of a chunk and head."""
     Hk: tl.constexpr = SIZES.Hk
@@ -123,12 +136,12 @@ def _chunk_kernel(
     Dk: tl.constexpr = SIZES.Dk
     C: tl.constexpr = SIZES.C
     chunk, head = tl.program_id(0), tl.program_id(1)
-    M = tl.load(starts_ptr + 1)
-    if chunk * CHUNK >= M:  # padding
+    first, end = chunk_of(starts_ptr, chunk, CHUNK, SEQUENCES)
+    if first >= end:  # padding
         return
     offs_t = tl.arange(0, CHUNK)
-    tokens = (chunk * CHUNK + offs_t).to(tl.int64)
-    inside = tokens < M
+    tokens = (first + offs_t).to(tl.int64)
+    inside = tokens < end
     b = tl.load(ba_ptr + tokens * (2 * Hv) + head, mask=inside, other=0.0)
     a = tl.load(ba_ptr + tokens * (2 * Hv) + Hv + head, mask=inside, other=0.0)
     beta, g = gates(b, a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head))
@@ -163,8 +176,9 @@ def _chunk_kernel(
 def _scan_kernel(
     mixed_ptr, inverse_ptr, scores_ptr, steps_ptr, memory_ptr, read_ptr, write_ptr, o_ptr,
     starts_ptr, chunks, SIZES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """S of a value head through all chunks, some columns of it, and their o.
+    """S of a value head through all chunks of a sequence, some columns of it, and their o.
 
     chunks: from one head to the next, those of padding included.
     """
@@ -174,17 +188,28 @@ def _scan_kernel(
     Dv: tl.constexpr = SIZES.Dv
     C: tl.constexpr = SIZES.C
     head = tl.program_id(0)
-    M = tl.load(starts_ptr + 1)
+    if SEQUENCES == 1:
+        number = 0
+        M = tl.load(starts_ptr + 1)
+    else:
+        number = tl.program_id(2)
+        begin = tl.load(starts_ptr + number).to(tl.int64)
+        M = tl.load(starts_ptr + number + 1) - begin.to(tl.int32)
+        if M == 0:  # padding
+            return
+        mixed_ptr += begin * C
+        o_ptr += begin * (Hv * Dv)
+    before = chunks_before(starts_ptr, number, CHUNK, SEQUENCES)
     offs_t = tl.arange(0, CHUNK)
     offs_k = tl.arange(0, Dk)
     offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     tile = memory_ptr + head * (Dk * Dv) + offs_k[:, None] * Dv + offs_v[None, :]
-    slot = tl.load(read_ptr).to(tl.int64)
+    slot = tl.load(read_ptr + number).to(tl.int64)
     S = tl.load(tile + slot * (Hv * Dk * Dv))  # [Dk, BLOCK_V]
     for chunk in tl.range(0, tl.cdiv(M, CHUNK)):
         tokens = (chunk * CHUNK + offs_t).to(tl.int64)
         inside = (tokens < M)[:, None]
-        first = (head * chunks + chunk).to(tl.int64) * CHUNK
+        first = (head * chunks + before + chunk).to(tl.int64) * CHUNK
         part = first + offs_t
         square = part[:, None] * CHUNK + offs_t[None, :]
         beta = tl.load(steps_ptr + part * 3)[:, None]
@@ -205,6 +230,8 @@ def _scan_kernel(
         S *= tl.load(steps_ptr + (first + CHUNK - 1) * 3 + 1)
         k = tl.load(keys + Hk * Dk, mask=inside, other=0.0)  # loaded again: kept, it would spill
         S += tl.dot(tl.trans(k), rest * new, input_precision="tf32x3")
+    if SEQUENCES > 1:
+        write_ptr += tl.load(starts_ptr + number)  # loaded again: kept, it would spill
     target = tl.load(write_ptr + M - 1).to(tl.int64)
     if target >= 0:
         tl.store(tile + target * (Hv * Dk * Dv), S)
@@ -213,14 +240,15 @@ def _scan_kernel(
 def delta_prefill(
     qkvz: Tensor, ba: Tensor, layer: DeltaLayer, states: LayerStates, step: Step
 ) -> Tensor:
-    """Result of a gated DeltaNet layer for M tokens of one prompt; see `Ops.delta_linear`.
+    """Result of a gated DeltaNet layer for M tokens of prompts; see `Ops.delta_linear`.
 
     Returns:
         [M, Hv * Dv] in the dtype of qkvz, anything for padding; the slot `write` has for the last
-        token, which may be the slot `read[0]`, holds the state after it.
+        token of a sequence holds the state after it. That may be the slot which the sequence, and
+        no other, is read from.
     """
-    M, sizes = qkvz.shape[0], sizes_of(layer)
-    Hv, Dv, chunks = sizes.Hv, sizes.Dv, triton.cdiv(M, CHUNK)
+    M, sizes, B = qkvz.shape[0], sizes_of(layer), len(step.starts) - 1
+    Hv, Dv, chunks = sizes.Hv, sizes.Dv, triton.cdiv(M, CHUNK) + B - 1  # the most that there can be
 
     def scratch(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=qkvz.device)
@@ -234,6 +262,7 @@ def delta_prefill(
         *(qkvz, states.window, step.read, layer.conv, mixed, step.starts),
         SIZES=sizes,
         BLOCK_M=BLOCK_M,
+        SEQUENCES=B,
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -245,17 +274,19 @@ def delta_prefill(
         SIZES=sizes,
         CHUNK=CHUNK,
         BLOCK_K=min(BLOCK_K, sizes.Dk),
+        SEQUENCES=B,
         **options,
     )
     block_v = min(BLOCK_V, Dv)
     run(
         _scan_kernel,
-        (Hv, Dv // block_v),
+        (Hv, Dv // block_v, B),
         *(mixed, inverse, scores, steps, states.memory, step.read, step.write, o),
         *(step.starts, chunks),
         SIZES=sizes,
         CHUNK=CHUNK,
         BLOCK_V=block_v,
+        SEQUENCES=B,
         **options,
     )
     return gated_norm(o, qkvz, layer, states, step)

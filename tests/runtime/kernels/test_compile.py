@@ -277,7 +277,7 @@ def attentions(full: bool) -> Iterator[str]:
 
 
 def delta_nets(full: bool) -> Iterator[str]:
-    """The gated DeltaNet of Qwen3.5 9B, for one token, several and many, and for a prompt."""
+    """The gated DeltaNet of Qwen3.5 9B, for one token, several and many, and for prompts."""
     from lowbit.formats.architectures.config import LinearLayers
     from lowbit.runtime.backends import cuda
     from lowbit.runtime.kernels.linear.gemv import gemv
@@ -305,13 +305,14 @@ def delta_nets(full: bool) -> Iterator[str]:
         cuda.two_products(x, weight(4, C + Hv * D, 4096), small, torch.empty(4096), EPS)
         yield f"and rows B{tokens}"
     tiled, dense = weight(8, 4096, Hv * D), DenseLinear(zeros(4096, Hv * D))
-    cases = ((1, False, tiled), (2, False, dense), (17, False, tiled), (100, True, tiled))
-    for tokens, prompt, w in cases:
+    # sequences, tokens
+    cases = ((1, 1, tiled), (2, 2, dense), (17, 17, tiled), (1, 100, tiled), (16, 128, tiled))
+    for sequences, tokens, w in cases:
         qkvz, ba = zeros(tokens, C + Hv * D), zeros(tokens, 2 * Hv)
-        step = step_of(1 if prompt else tokens, tokens, prompt)
+        step = step_of(sequences, tokens, prompt=tokens > sequences)
         residual = zeros(tokens, 4096)
         cuda.delta_linear(qkvz, ba, layer, slots.layer(0), step, w, residual)
-        yield f"delta, {tokens} tokens"
+        yield f"delta, {sequences} x {tokens // sequences} tokens"
     smaller = ((1024, 2048), (2048, 2048), (2560, 4096))
     for bits, (hidden, K) in itertools.product((4, 8), smaller) if full else ():
         squares, added = torch.empty(1, K // D, SQUARES), zeros(1, hidden)
