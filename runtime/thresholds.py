@@ -20,7 +20,7 @@ PACKED_TOKENS = 64  # multiplied by GEMVs; more by weights widened to BF16
 SHORT_TOKENS = 1024  # of a prompt for which weights are widened in larger blocks
 
 # Linear layers in BF16, and such rows beside packed ones.
-DENSE_TOKENS = 64  # multiplied by GEMVs; more by cuBLAS
+DENSE_TOKENS = 64  # multiplied by GEMVs; more by cuBLAS, but for few rows (gates, routers)
 ROWS_TOKENS = 16  # whose dense rows are multiplied in the launch of the packed ones
 
 # Experts.

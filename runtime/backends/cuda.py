@@ -192,7 +192,7 @@ def two_products(
     ):
         return gemv_and_rows(x, w, small.weight, norm=norm, eps=eps)
     first = product(x, w, norm=norm, eps=eps)
-    if few and isinstance(small, DenseLinear):
+    if isinstance(small, DenseLinear):
         return first, dense_gemv(x, small.weight, norm=norm, eps=eps)
     return first, product(x, small, norm=norm, eps=eps)
 

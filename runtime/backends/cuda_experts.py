@@ -63,11 +63,9 @@ def mixture(
     onto, way = x if residual is None else residual, experts_way(len(x))
     if stacked(experts.gate_up).activations == "int8":
         return _mixture_int8(x, norm, eps, experts, onto)
-    if way == "grouped":
-        h = rms_norm(x, norm, eps)
-        scores = torch.mm(h, experts.router.T, out_dtype=torch.float32)
-        return experts_gemm(h, scores, experts, onto)
     scores = dense_gemv(x, experts.router, norm=norm, eps=eps, dtype=torch.float32)
+    if way == "grouped":
+        return experts_gemm(rms_norm(x, norm, eps), scores, experts, onto)
     routes = None if way == "lone" else experts_route(scores, experts)
     if routes and way == "together" and together_bytes(experts) <= MOST_SHARED:
         return experts_together(x, norm, eps, routes, experts, onto)
@@ -82,9 +80,7 @@ def _mixture_int8(
     if len(x) > EXPERTS_CHUNK:
         parts = zip(*(torch.split(each, EXPERTS_CHUNK) for each in (x, residual)), strict=True)
         return torch.cat([_mixture_int8(part, norm, eps, experts, own) for part, own in parts])
-    scores = dense_gemv(
-        x, experts.router, norm=norm, eps=eps, dtype=torch.float32, at_once=EXPERTS_CHUNK
-    )
+    scores = dense_gemv(x, experts.router, norm=norm, eps=eps, dtype=torch.float32)
     routes = None if len(x) == 1 else experts_route(scores, experts)
     rows = 0
     if routes and len(x) > EXPERTS_APART:

@@ -63,7 +63,8 @@ class Ops(Protocol[W]):
     ) -> tuple[Tensor, Tensor]:
         """`product` of two weights for the same normed x, the second of few rows.
 
-        few: a decode step's: a token's bits by the second do not depend on the number of tokens.
+        few: a decode step's: a token's bits by the second do not depend on the number of tokens. On
+            a GPU they never do.
         """
 
     def moe(self, x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[W]) -> Tensor:

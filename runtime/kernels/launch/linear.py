@@ -329,12 +329,15 @@ class DenseLaunch:
 
 FEW_DENSE_ROWS = 1024  # which leave multiprocessors without a program
 DENSE_BLOCK = 16  # tokens of a program of few rows
-LARGE_DENSE = DenseLaunch(32, 2)  # of more tokens and rows
+# Of more rows, or more tokens than make two small programs for each multiprocessor: four times the
+# products with 2.5 times the instructions.
+LARGE_DENSE = DenseLaunch(32, 2)
 
 
 def dense_launch(rows: int, tokens: int) -> DenseLaunch:
     """Look up the share of a program of `dense_gemv` for a power of two of tokens."""
-    if tokens > DENSE_BLOCK and (rows > FEW_DENSE_ROWS or tokens > DENSE_TOKENS):
+    many = rows > FEW_DENSE_ROWS or rows * tokens > FEW_DENSE_ROWS * DENSE_TOKENS
+    if tokens > DENSE_BLOCK and many:
         return LARGE_DENSE
     return DenseLaunch(min(tokens, DENSE_BLOCK))
 

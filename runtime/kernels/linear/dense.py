@@ -1,4 +1,4 @@
-"""dense_gemv: y[b, n] = sum_k w[n, k] * x[b, k]     (few tokens, BF16 weights, FP32 sums).
+"""dense_gemv: y[b, n] = sum_k w[n, k] * x[b, k]     (few tokens or rows, BF16 weights, FP32 sums).
 
 Layout  w [N, K] and x [B, K] bf16 -> y [B, N]
 Fused   RMS norm of x: x * gain is rounded to bf16 and rsqrt(mean(x^2) + eps) multiplies the result;
@@ -53,7 +53,6 @@ from lowbit.runtime.kernels.ptx.memory import (
 )
 from lowbit.runtime.kernels.ptx.mma import as_word, mma, threads, words_where
 from lowbit.runtime.kernels.rows import rms_norm_ref
-from lowbit.runtime.thresholds import DENSE_TOKENS
 
 WARPS = 8
 FEW_ROWS = 1024  # up to which one token is staged in shared memory
@@ -330,15 +329,14 @@ def dense_gemv_ref(
 
 @gluon.jit(do_not_specialize=["B", "N", "added_stride"])
 def _dense_gemv_kernel(
-    x_ptr, gain_ptr, w_ptr, added_ptr, y_ptr, B, N, added_stride, eps, BLOCKS: gl.constexpr,
+    x_ptr, gain_ptr, w_ptr, added_ptr, y_ptr, B, N, added_stride, eps, BLOCKED: gl.constexpr,
     D: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """BLOCKS: of tokens, whose programs for the same rows have numbers side by side."""
+    """BLOCKED: there is more than one block of tokens."""
     warp, lane, zero, zero_f32 = threads(D.WARPS)
-    number = gl.program_id(0)
-    if BLOCKS > 1:
-        first = number % BLOCKS * D.TOKENS
-        number = number // BLOCKS
+    number = gl.program_id(1)
+    if BLOCKED:
+        first = gl.program_id(0) * D.TOKENS
         x_ptr += first.to(gl.int64) * D.K
         y_ptr += first.to(gl.int64) * N
         B = B - first  # not of the other blocks
@@ -358,7 +356,6 @@ def dense_gemv(
     eps: float = 0.0,
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    at_once: int = DENSE_TOKENS,
 ) -> Tensor:
     """`added + rms_norm(x) @ w.T` for a weight as stored; no other token changes a token's bits.
 
@@ -368,7 +365,6 @@ def dense_gemv(
         norm: [K] gain of the RMS norm; None leaves x as it is.
         added: [B, N] or [1, N], a residual or a bias, added in FP32 before the one rounding.
         dtype: of the result; None is x's.
-        at_once: tokens of a launch.
 
     Returns:
         [B, N].
@@ -383,18 +379,8 @@ def dense_gemv(
             f"columns in multiples of {CHUNK}",
             hint="run on the CPU with --device cpu",
         )
-    y = torch.empty((x.shape[0], N), dtype=dtype or x.dtype, device=x.device)
-    for first in range(0, x.shape[0], at_once):
-        part = slice(first, first + at_once)
-        of_part = added if added is None or added.shape[0] == 1 else added[part]
-        _launch(x[part], w, norm, eps, of_part, y[part])
-    return y
-
-
-def _launch(
-    x: Tensor, w: Tensor, norm: Tensor | None, eps: float, added: Tensor | None, y: Tensor
-) -> None:
-    B, (N, K) = x.shape[0], w.shape
+    B = x.shape[0]
+    y = torch.empty((B, N), dtype=dtype or x.dtype, device=x.device)
     launch = dense_launch(N, power_of_two(B))
     blocks = -(-B // launch.tokens)
     pdl = programmatic_launch(x)
@@ -402,7 +388,7 @@ def _launch(
     staged = B == 1 and K % 256 == 0 and N <= FEW_ROWS and needed <= STATIC_SHARED
     run(
         _dense_gemv_kernel,
-        (-(-N // (16 * launch.tiles)) * blocks,),
+        (blocks, -(-N // (16 * launch.tiles))),
         x,
         norm,
         w,
@@ -412,13 +398,14 @@ def _launch(
         N,
         0 if added is None or added.shape[0] == 1 else N,
         eps,
-        BLOCKS=blocks,
+        BLOCKED=blocks > 1,
         D=rows_of(K, launch, WARPS, staged, pdl),
         SHARED=declaration(needed if staged else rows_bytes(launch)),
         num_warps=WARPS,
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )
+    return y
 
 
 def dense_gemm(x: Tensor, w: Tensor, added: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -300,7 +300,7 @@ def delta_nets(full: bool) -> Iterator[str]:
     )
     slots = new_slots(LinearLayers(1, Hk, Hv, D, D, 4), 2, torch.bfloat16, "meta")
     small = DenseLinear(zeros(2 * Hv, 4096))
-    for tokens in (1, 4, 16):
+    for tokens in (1, 4, 16, 100):
         x = zeros(tokens, 4096)
         cuda.two_products(x, weight(4, C + Hv * D, 4096), small, torch.empty(4096), EPS)
         yield f"and rows B{tokens}"

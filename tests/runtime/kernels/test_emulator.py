@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.runtime.backends import cuda
 from lowbit.runtime.kernels.launch.card import Card
 from lowbit.runtime.kernels.launch.linear import DenseLaunch
 from lowbit.runtime.kernels.linear import dense as dense_module
@@ -18,6 +19,8 @@ from lowbit.runtime.kernels.linear.dense import dense_gemv, dense_gemv_ref
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.linear.widen import widen, widen_ref
+from lowbit.runtime.thresholds import DENSE_TOKENS
+from lowbit.runtime.weights.linear import DenseLinear
 from tests.runtime.kernels.emulated_lanes import INT, BranchApartError, lanes
 from tests.runtime.kernels.emulator import Copies, Memory, even_range, run_kernel
 
@@ -114,18 +117,31 @@ def test_a_row_too_long_for_shared_memory_has_the_same_bits(
 
 def test_dense_gemv(randn: Randn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone a token is staged, in company it is not, nor are blocks alike: the same bits."""
-    w, x, norm, residual = randn(37, 512), randn(41, 512), randn(512), randn(41, 37)
+    w, x, norm, residual = randn(37, 512), randn(70, 512), randn(512), randn(70, 37)
 
     def compute(tokens: slice) -> Tensor:
         return dense_gemv(x[tokens], w, norm=norm, eps=EPS, added=residual[tokens])
 
-    alone = torch.cat([compute(slice(i, i + 1)) for i in range(41)])
+    alone = torch.cat([compute(slice(i, i + 1)) for i in range(70)])
+    assert torch.equal(compute(slice(0, 70)), alone)
     for launch in (DenseLaunch(16), DenseLaunch(32), DenseLaunch(32, 2), DenseLaunch(64)):
         monkeypatch.setattr(dense_module, "dense_launch", lambda *sizes, launch=launch: launch)
         for count in (17, 33, 41):
             assert torch.equal(compute(slice(0, count)), alone[:count]), launch
     y = dense_gemv(x, w, dtype=torch.float32)
     assert relative_error(y, dense_gemv_ref(x, w)) < FP32_ERROR
+
+
+def test_few_rows_of_a_prompt(randn: Randn) -> None:
+    """A token's product does not depend on how many tokens pass with it, be it hundreds."""
+    tokens = DENSE_TOKENS + 6
+    w, small = DenseLinear(randn(32, 256)), DenseLinear(randn(20, 256))
+    x, norm = randn(tokens, 256), randn(256)
+    _, whole = cuda.two_products(x, w, small, norm, EPS)
+    assert relative_error(whole, dense_gemv_ref(x, small.weight, norm=norm, eps=EPS)) < 2.0**-7
+    for first, stop in ((0, 1), (3, 20), (2, tokens - 1)):
+        _, part = cuda.two_products(x[first:stop], w, small, norm, EPS)
+        assert torch.equal(part, whole[first:stop])
 
 
 def test_what_lies_outside_of_memory_is_noticed(

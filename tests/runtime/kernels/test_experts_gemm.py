@@ -10,13 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.runtime.backends.cuda_experts import mixture
 from lowbit.runtime.kernels.experts import order as experts_order
 from lowbit.runtime.kernels.experts import products as experts_products
 from lowbit.runtime.kernels.experts import route as experts_route
 from lowbit.runtime.kernels.experts.gemm import experts_gemm
 from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.launch.experts import EXPERTS_GEMM, GemmLaunch, GemmTiles
+from lowbit.runtime.thresholds import EXPERTS_TOKENS
 from tests.runtime.kernels.expert_layers import (
+    EPS,
     FP32_ERROR,
     REAL,
     Size,
@@ -189,6 +192,25 @@ def test_long_prompts_are_taken_in_parts(
     expected = found()
     monkeypatch.setattr(f"{experts_gemm.__module__}.EXPERTS_CHUNK", 8)
     assert torch.equal(found(), expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "M"),
+    [
+        (Size(4, 64, 32, 6, 2, True, 32), EXPERTS_TOKENS + 20),
+        *(pytest.param(size, 1024, marks=gpu) for size in REAL),
+    ],
+    ids=str,
+)
+def test_a_token_has_its_bits_in_prompts_of_all_lengths(
+    size: Size, M: int, device: str, randn: Randn
+) -> None:
+    """From the router on: scores decide which experts a token meets."""
+    w, x = random_experts(size, device), randn(M, size.h)
+    norm = 1 + 0.1 * torch.randn(size.h, device=device)
+    whole = mixture(x, norm, EPS, w)
+    for first, stop in ((0, EXPERTS_TOKENS + 1), (7, M - 3)):
+        assert torch.equal(mixture(x[first:stop], norm, EPS, w), whole[first:stop])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])

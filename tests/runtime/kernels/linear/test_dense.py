@@ -17,7 +17,7 @@ gpu = pytest.mark.gpu
 
 EPS = 1e-6
 FP32_ERROR = 5e-7  # relative to the norm of the result; products are exact, only sums round
-TOKENS = pytest.mark.parametrize("B", [1, 3, 16, 50])
+TOKENS = pytest.mark.parametrize("B", [1, 3, 16, 50, 100])
 
 SHAPES = [(32, 1024), (8, 64), (3, 104), (5, 2104), (19, 1504)]
 SHAPES += [(32, 2048), (64, 2560), (64, 4096), (96, 5120)]  # gates of linear attention

@@ -242,6 +242,17 @@ def test_dense(randn: Randn, N: int, K: int, norm: torch.dtype | None) -> None:
     check(compute, MOST, x.device)
 
 
+@pytest.mark.parametrize(("N", "K"), [(32, 1024), (64, 4096), (96, 5120), (257, 2048)])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_few_rows_of_a_prompt(randn: Randn, N: int, K: int, dtype: torch.dtype) -> None:
+    """Gates of linear attention and routers, of hundreds of tokens too."""
+    w, x, gain = randn(N, K), randn(2048, K), (1 + 0.3 * randn(K)).float()
+    whole = dense_gemv(x, w, norm=gain, eps=EPS, dtype=dtype)
+    for first, count in ((0, 1), (7, 16), (1, 64), (5, 65), (64, 256), (1, 1023), (0, 1024)):
+        part = slice(first, first + count)
+        assert torch.equal(dense_gemv(x[part], w, norm=gain, eps=EPS, dtype=dtype), whole[part])
+
+
 def test_dense_swiglu(randn: Randn) -> None:
     w, x, norm = DenseLinear(randn(6144, 1024)), randn(MOST, 1024), randn(1024)
     check(lambda i: cuda.product(x[i], w, norm=norm, eps=EPS, swiglu=True), MOST, x.device)
