@@ -448,9 +448,9 @@ class Engine:
             budget: tokens of prompts that the step takes, but for the first sequence's.
         """
         first = self._next_prompt()
-        if first is None or not self.runner.packs:
+        if first is None or first.next_count > self.runner.pack_tokens:
             return [] if first is None else [first]
-        most = min(self.scheduler.capacity.chunk, max(budget, first.next_count))
+        most = min(self.runner.pack_tokens, max(budget, first.next_count))
         pack = Pack(most, self.runner.pack_keys)
         return pack.fill(self.scheduler.prompts, partial(self._next_prompt, beside=True))
 

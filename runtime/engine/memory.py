@@ -24,7 +24,7 @@ from lowbit.runtime.state.device_state import CacheSize, head_pages, kv_pages, n
 from lowbit.runtime.state.page_counts import EXTRA, PAGE, pages_for
 from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.snapshots import Snapshots
-from lowbit.runtime.thresholds import EXACT_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS, PACK_SEQUENCES
 
 MIN_CONTEXT = 16  # below this nothing useful fits
 HEADROOM = 1.05  # activations, tables and the allocator's slack, on top of weights and cache
@@ -115,10 +115,14 @@ class Account:
         )
 
     def widened_bytes(self, size: CacheSize) -> int:
-        """Memory on a GPU of a sequence's keys and values of a layer, widened for its prompt."""
+        """Memory on a GPU of a sequence's keys and values of a layer, widened for its prompt.
+
+        Several short ones have a page each that is not full.
+        """
         if not self.cache_type.scaled:
             return 0
-        mtp, plain, count = self.opened.lone_mtp, plain_cache(self.dtype), pages_for(size.context)
+        mtp, plain = self.opened.lone_mtp, plain_cache(self.dtype)
+        count = pages_for(size.context) + PACK_SEQUENCES
         if mtp is not None:  # whose layer has the heads of all ranks
             return head_pages(mtp.config, count, plain, "meta").size_bytes
         config = self.opened.config

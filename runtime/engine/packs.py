@@ -1,9 +1,10 @@
 """Packs: chunks of several prompts that pass the layers together on a GPU.
 
-Linears take as long for some tokens as for many, so that short prompts one by one leave most of a
-GPU unused. Bits: a token has those that it has where its prompt's chunk passes alone. So chunks of
-a pack are of one kind (`way_of`), within which no linear's bits depend on how many tokens there
-are; attention and recurrence take each sequence for itself.
+Linears take nearly as long for some tokens as for many, so that short prompts one by one leave most
+of a GPU unused. Bits: a token has those that it has where its prompt's chunk passes alone.
+Attention and recurrence take each sequence for itself. Linears do so for any number of tokens
+where activations have eight bits, else for up to EXACT_TOKENS: beyond, how they split their sums
+depends on it.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.prefix_cache import common_length, prefix_keys
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.thresholds import EXACT_TOKENS, PACK_SEQUENCES, SEQUENCE_TOKENS
@@ -20,11 +20,6 @@ from lowbit.runtime.thresholds import EXACT_TOKENS, PACK_SEQUENCES, SEQUENCE_TOK
 # Tokens that a prompt has in common with one that runs, beyond what the cache has: so many are
 # worth waiting for until the cache has them
 SHARED = 64
-
-
-def way_of(tokens: int) -> int:
-    """Most tokens of a chunk that takes the same ways as one of so many; see `thresholds`."""
-    return next(most for most in (SEQUENCE_TOKENS, EXACT_TOKENS, CHUNK) if tokens <= most)
 
 
 @dataclass(slots=True)
@@ -64,9 +59,8 @@ class Pack:
             self._take(each)
         while self._has_room and len(prompts) < PACK_SEQUENCES:
             opened = open_beside()
-            if opened is None:
+            if opened is None or not self._take(opened):
                 break
-            self._take(opened)
         return self.sequences
 
     @property
@@ -76,23 +70,29 @@ class Pack:
 
     @property
     def _limit(self) -> int:
-        """Most tokens of chunks of the first one's kind."""
-        few = way_of(self.sequences[0].next_count) <= EXACT_TOKENS
-        return min(self.most, EXACT_TOKENS) if few else self.most
+        """Most tokens of chunks of the first one's kind; short ones are few, see `is_short`."""
+        return min(self.most, EXACT_TOKENS) if is_short(self.sequences[0]) else self.most
 
-    def _take(self, sequence: Sequence) -> None:
+    def _take(self, sequence: Sequence) -> bool:
+        """Take the first sequence, or one that fits beside it; False if this one does not."""
         count = sequence.next_count
         tokens, keys = self._tokens + count, self._keys + sequence.next_stop
         if self.sequences:
             first = self.sequences[0]
-            alike = way_of(count) == way_of(first.next_count)
+            alike = is_short(sequence) == is_short(first)
             fits = tokens <= self._limit and len(self.sequences) < PACK_SEQUENCES
             if self.most_keys is not None:
                 fits = fits and keys <= self.most_keys
             if not (alike and fits and packable(first) and packable(sequence)):
-                return
+                return False
         self.sequences.append(sequence)
         self._tokens, self._keys = tokens, keys
+        return True
+
+
+def is_short(sequence: Sequence) -> bool:
+    """True if the next chunk of a sequence's prompt takes the kernels of a decode step."""
+    return sequence.next_count <= SEQUENCE_TOKENS
 
 
 def packable(sequence: Sequence) -> bool:

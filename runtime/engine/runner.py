@@ -131,9 +131,11 @@ class Runner:
         )
 
     @property
-    def packs(self) -> bool:
-        """True if chunks of several prompts may pass the layers together, see `chunk`."""
-        return self.chunks is not None and self.chunks.longer and self.blocks is None
+    def pack_tokens(self) -> int:
+        """Most tokens of chunks of several prompts that pass the layers together, see `packs`."""
+        if self.chunks is None or not self.chunks.longer or self.blocks is not None:
+            return 0
+        return self.chunk_tokens if self.part_tokens > EXACT_TOKENS else EXACT_TOKENS
 
     @property
     def pack_keys(self) -> int | None:
@@ -199,7 +201,7 @@ class Runner:
         """Run the next chunks of prompts through the layers; steps may be run between two.
 
         Args:
-            sequences: several only where `packs` says so, see `Pack`; images only with one.
+            sequences: several of up to `pack_tokens` in all, see `Pack`; images only with one.
             last: only the last tokens' hidden states are wanted.
 
         Yields:

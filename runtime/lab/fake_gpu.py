@@ -161,8 +161,11 @@ def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -
     lengths = list(kv_lens(runner.context))
     plans = [chunk_plan(width) for width in CHUNK_WIDTHS if replayed]
     plans += [chunk_plan(width, reach) for width in SHORT_WIDTHS for reach in lengths]
-    if replayed and runner.blocks is None:
-        plans += [chunk_plan(width, sequences=2) for width in CHUNK_WIDTHS]
+    if replayed:
+        runner.chunks = chunks
+    if runner.pack_tokens:
+        packed = [width for width in CHUNK_WIDTHS if width <= runner.pack_tokens]
+        plans += [chunk_plan(width, sequences=2) for width in packed]
         short = [(width, reach) for width in PACK_WIDTHS for reach in lengths]
         plans += [chunk_plan(*each, sequences=2, prompt=False) for each in short]
     for plan in plans:

@@ -37,7 +37,7 @@ class Gpu:
     engine: Engine = field(init=False)
     on_gpu = True
     link = None
-    packs = False
+    pack_tokens = 0
     batch: tuple[Sequence, ...] = ()
     context = 2000
     rows = 8

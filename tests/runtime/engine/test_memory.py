@@ -26,6 +26,7 @@ from lowbit.runtime.models.shards import shard_of
 from lowbit.runtime.state.device_state import CacheSize, new_state
 from lowbit.runtime.state.page_counts import EXTRA, PAGE, pages_for
 from lowbit.runtime.state.sampler import new_sampler_rows
+from lowbit.runtime.thresholds import PACK_SEQUENCES
 from lowbit.runtime.weights.share import Share
 
 if TYPE_CHECKING:
@@ -243,7 +244,7 @@ def test_account_counts_what_a_runner_allocates(
     if device == "cuda" and cache_type.scaled:  # keys and values of a layer in BF16
         config = opened.config
         each = config.num_key_value_heads * config.head_dim * torch.bfloat16.itemsize
-        beside += 2 * pages_for(size.context) * PAGE * each
+        beside += 2 * (pages_for(size.context) + PACK_SEQUENCES) * PAGE * each
     all_bytes = sum(each.nbytes for each in (*paged, *others))
     assert asked.needed(size, size.all_pages) == weights + beside + all_bytes
 
