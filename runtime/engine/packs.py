@@ -59,8 +59,9 @@ class Pack:
             self._take(each)
         while self._has_room and len(prompts) < PACK_SEQUENCES:
             opened = open_beside()
-            if opened is None or not self._take(opened):
+            if opened is None:
                 break
+            self._take(opened)  # or the next chunk does
         return self.sequences
 
     @property
@@ -73,8 +74,8 @@ class Pack:
         """Most tokens of chunks of the first one's kind; short ones are few, see `is_short`."""
         return min(self.most, EXACT_TOKENS) if is_short(self.sequences[0]) else self.most
 
-    def _take(self, sequence: Sequence) -> bool:
-        """Take the first sequence, or one that fits beside it; False if this one does not."""
+    def _take(self, sequence: Sequence) -> None:
+        """Take the first sequence, or one that fits beside it."""
         count = sequence.next_count
         tokens, keys = self._tokens + count, self._keys + sequence.next_stop
         if self.sequences:
@@ -84,10 +85,9 @@ class Pack:
             if self.most_keys is not None:
                 fits = fits and keys <= self.most_keys
             if not (alike and fits and packable(first) and packable(sequence)):
-                return False
+                return
         self.sequences.append(sequence)
         self._tokens, self._keys = tokens, keys
-        return True
 
 
 def is_short(sequence: Sequence) -> bool:
