@@ -33,16 +33,13 @@ from lowbit.runtime.serve.request.body import (
     Body,
     Ignored,
     SamplingBody,
-    SkippedPart,
-    Text,
     TolerantBody,
-    by_type,
     sampling_options,
-    text_of,
 )
 from lowbit.runtime.serve.request.contents import Content
 from lowbit.runtime.serve.request.forms import FormatFields, format_of
 from lowbit.runtime.serve.request.images import read_images
+from lowbit.runtime.serve.request.parts import SkippedPart, Text, by_type, text_of
 from lowbit.runtime.serve.request.prepare import Asked, can_switch_thinking, open_answers
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.settings import MOST_CALLS, MOST_MESSAGES

@@ -23,22 +23,24 @@ from lowbit.runtime.serve.request.body import (
     AnswerBody,
     Body,
     Ignored,
-    MediaPart,
     RequestBody,
-    SkippedPart,
     StopList,
+    TolerantBody,
+)
+from lowbit.runtime.serve.request.contents import Content
+from lowbit.runtime.serve.request.forms import ChoiceMode, schema_format
+from lowbit.runtime.serve.request.images import read_images
+from lowbit.runtime.serve.request.parts import (
+    MediaPart,
+    SkippedPart,
     TextPart,
     TextParts,
-    TolerantBody,
     Turned,
     by_type,
     joined_parts,
     named_types,
     text_of,
 )
-from lowbit.runtime.serve.request.contents import Content
-from lowbit.runtime.serve.request.forms import ChoiceMode, schema_format
-from lowbit.runtime.serve.request.images import read_images
 from lowbit.runtime.serve.request.prepare import (
     Asked,
     can_switch_thinking,

@@ -7,16 +7,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from lowbit.runtime.serve.apis.tools import custom_arguments, offered_name
-from lowbit.runtime.serve.request.body import (
+from lowbit.runtime.serve.request.body import TolerantBody
+from lowbit.runtime.serve.request.contents import Content as Shown
+from lowbit.runtime.serve.request.parts import (
     MEDIA,
     MediaPart,
     SkippedPart,
-    TolerantBody,
     Turned,
     joined_parts,
     named_types,
 )
-from lowbit.runtime.serve.request.contents import Content as Shown
 from lowbit.runtime.serve.settings import MOST_MESSAGES, MOST_PARTS
 
 PARTS = ("input_text", "output_text", "text", "refusal")

@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, Tag, TypeAdapter
 
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.request.body import SkippedPart, TolerantBody, by_type
+from lowbit.runtime.serve.request.body import TolerantBody
 from lowbit.runtime.serve.request.forms import ChoiceMode
+from lowbit.runtime.serve.request.parts import SkippedPart, by_type
 from lowbit.runtime.serve.settings import MOST_TOOLS
 
 CUSTOM_INPUT = "input"  # name of the string

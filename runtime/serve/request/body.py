@@ -1,29 +1,14 @@
-"""Bodies of requests: the fields that several share, and the parts of messages."""
+"""Bodies of requests: the fields that several share."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PrivateAttr,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from lowbit.formats.sampling_ranges import MOST_BIASES
-from lowbit.runtime.images.picture import Picture
 from lowbit.runtime.serve.errors import cut
-from lowbit.runtime.serve.request.explain import MOST_SHOWN, ItemError, got
-from lowbit.runtime.serve.settings import (
-    MOST_CHOICES,
-    MOST_PARTS,
-    MOST_STOP_CHARACTERS,
-    MOST_STOPS,
-)
-from lowbit.runtime.text.images import word_of
+from lowbit.runtime.serve.request.explain import got
+from lowbit.runtime.serve.settings import MOST_CHOICES, MOST_STOP_CHARACTERS, MOST_STOPS
 
 if TYPE_CHECKING:
     from lowbit.runtime.serve.request.contents import Content
@@ -352,147 +337,3 @@ PLAIN: dict[str, tuple[object, ...]] = {
     "stop": ([],),
     "stop_token_ids": ([],),
 }
-
-
-class TextPart(TolerantBody):
-    """A part of a message; a model of text reads no other."""
-
-    type: Literal["text"]
-    text: str
-
-
-# Types of parts that a model of text cannot read; a line of text stands for an earlier one.
-MediaType = Literal[
-    "image",
-    "image_url",
-    "input_image",
-    "audio",
-    "input_audio",
-    "video",
-    "video_url",
-    "file",
-    "input_file",
-    "document",
-]
-MEDIA: tuple[str, ...] = get_args(MediaType)
-
-
-class MediaPart(BaseModel):
-    """An image, sound, video or file; a line of text stands for what the model cannot read."""
-
-    model_config = ConfigDict(extra="ignore")
-    type: MediaType
-    # Places of an image: OpenAI's address, or an object of it; the same under Qwen's name; a stored
-    # file; Anthropic's source; base64 itself, as tools of MCP have it.
-    image_url: Any = Field(default=None, exclude=True)
-    image: Any = Field(default=None, exclude=True)
-    file_id: Any = Field(default=None, exclude=True)
-    source: Any = Field(default=None, exclude=True)
-    data: Any = Field(default=None, exclude=True)
-    detail: Any = Field(default=None, exclude=True)
-    _picture: Picture | None = PrivateAttr(default=None)
-    _fetched: bytes | None = PrivateAttr(default=None)
-
-    @property
-    def address(self) -> Any:
-        """The address, or the object of it, that it names an image by; None if it names none."""
-        return self.image if self.image_url is None else self.image_url
-
-    @property
-    def kind(self) -> str:
-        """Word for the part."""
-        return word_of(self.type)
-
-    @property
-    def picture(self) -> Picture | None:
-        """The image, once it has been read; None for a part that the prompt lacks."""
-        return self._picture
-
-    @picture.setter
-    def picture(self, found: Picture) -> None:
-        self._picture = found
-
-    @property
-    def fetched(self) -> bytes | None:
-        """The file at the address that the part names, once it has been fetched."""
-        return self._fetched
-
-    @fetched.setter
-    def fetched(self, content: bytes | None) -> None:
-        self._fetched = content
-
-
-class SkippedPart(BaseModel):
-    """A tool, an item or a part that this server cannot run; it is left out and named."""
-
-    model_config = ConfigDict(extra="allow")
-    type: str
-
-
-def by_type(*known: str, default: str, media: bool = False) -> Discriminator:
-    """Discriminator that tags a value with its type, or `skipped` for one that is not known.
-
-    Args:
-        known: types with a schema of their own.
-        default: tag of a value without a type.
-        media: tag those of a `MediaPart` as `media`.
-    """
-
-    def tag(value: object) -> str:
-        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        if not isinstance(kind, str):
-            return default
-        if media and kind in MEDIA:
-            return "media"
-        return kind if kind in known else "skipped"
-
-    return Discriminator(tag)
-
-
-def named_types(*known: str) -> BeforeValidator:
-    """Validator that refuses parts of other types by their type, not by the fields they lack."""
-
-    def check(value: object) -> object:
-        for index, part in enumerate(value[:MOST_PARTS] if isinstance(value, list) else []):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind not in known:
-                names = ", ".join(f"`{name}`" for name in known)
-                words = f"type `{kind[:MOST_SHOWN]}` is not supported, only {names}"
-                raise ItemError(words, index)
-        return value
-
-    return BeforeValidator(check)
-
-
-TextParts = Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_PARTS)]
-AnyPart = Annotated[TextPart | MediaPart, Field(discriminator="type")]
-AnyParts = Annotated[list[AnyPart], Field(fail_fast=True, max_length=MOST_PARTS)]
-Text = Annotated[str | AnyParts, named_types("text", *MEDIA)]
-
-
-Turned = str | list[dict[str, Any]]  # content as chat templates have it
-
-
-def text_of(content: "str | Sequence[TextPart | MediaPart] | None") -> Turned:
-    """Content of a message as one string, or as parts where it has images."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return joined_parts(part.text if isinstance(part, TextPart) else part for part in content)
-
-
-def joined_parts(parts: Iterable[str | MediaPart]) -> Turned:
-    """Texts and images in a row; a line stands for what is neither."""
-    found: list[dict[str, Any]] = []
-    text = ""
-    for part in parts:
-        if isinstance(part, str):
-            text += part
-        elif part.picture is None:
-            text += ("\n" if text and not text.endswith("\n") else "") + f"[{part.kind} left out]\n"
-        else:
-            found += [{"type": "text", "text": text}] if text else []
-            found.append({"type": "image", "image": part.picture})
-            text = ""
-    if not found:
-        return text
-    return [*found, {"type": "text", "text": text}] if text else found

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lowbit.runtime.serve.request.body import MediaPart
+from lowbit.runtime.serve.request.parts import MediaPart
 
 IMAGE = "image"  # kind of a part
 

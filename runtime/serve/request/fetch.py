@@ -21,7 +21,6 @@ import httptools
 from lowbit.formats.errors import RequestError
 from lowbit.formats.fields import shown
 from lowbit.runtime.images.data_url import MOST_BYTES
-from lowbit.runtime.serve.request.body import MediaPart
 from lowbit.runtime.serve.request.contents import Content, images_of
 from lowbit.runtime.serve.request.hosts import (
     SEND,
@@ -33,6 +32,7 @@ from lowbit.runtime.serve.request.hosts import (
     target_of,
 )
 from lowbit.runtime.serve.request.images import address_of, check_number, refused
+from lowbit.runtime.serve.request.parts import MediaPart
 from lowbit.runtime.serve.request.places import Asker, Places
 from lowbit.runtime.serve.settings import MOST_IMAGE_BODY_BYTES
 

@@ -11,9 +11,9 @@ from lowbit.runtime.engine.prompts import PromptEncoder
 from lowbit.runtime.images.data_url import bytes_of_base64, bytes_of_data_url
 from lowbit.runtime.images.picture import MOST_IMAGES, PictureReader, too_many
 from lowbit.runtime.serve.errors import ApiError, invalid
-from lowbit.runtime.serve.request.body import MediaPart
 from lowbit.runtime.serve.request.contents import IMAGE, Content, images_of
 from lowbit.runtime.serve.request.explain import WRONG
+from lowbit.runtime.serve.request.parts import MediaPart
 from lowbit.runtime.text.images import INSTEAD
 
 FETCHED = re.compile(r"\s*(https?|file|ftp|gs|s3|blob):", re.IGNORECASE)

@@ -24,8 +24,8 @@ from lowbit.runtime.models.vision import VisionTower
 from lowbit.runtime.serve.apis.chat import ChatBody
 from lowbit.runtime.serve.link.messages import Begin
 from lowbit.runtime.serve.request import prepare
-from lowbit.runtime.serve.request.body import MediaPart
 from lowbit.runtime.serve.request.images import read_images
+from lowbit.runtime.serve.request.parts import MediaPart
 from lowbit.runtime.serve.service import IMAGE_THREADS, THREADS
 from tests.runtime.images.pictures import picture, saved
 from tests.runtime.serve.conftest import (

@@ -16,10 +16,10 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime.serve import server
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.request import fetch as module
-from lowbit.runtime.serve.request.body import MediaPart
 from lowbit.runtime.serve.request.contents import Content, images_of
 from lowbit.runtime.serve.request.fetch import Budget, ImageFetcher
 from lowbit.runtime.serve.request.hosts import allowed_hosts
+from lowbit.runtime.serve.request.parts import MediaPart
 from lowbit.runtime.serve.request.places import Asker, Places
 from tests.runtime.serve.request.image_host import ImageHost, image_host, reply
 
