@@ -113,6 +113,7 @@ class PromptEncoder:
             pictures += pictures_of(prompt)
         try:
             text: str | MarkedText
+            self._check_pictures(pictures)
             if not raw:
                 text = await self._rendered(
                     prompt, thinking, tools, template_arguments, left_out, ask
@@ -151,6 +152,14 @@ class PromptEncoder:
             template_arguments=template_arguments,
             left_out=left_out,
         ).ids
+
+    def _check_pictures(self, pictures: Sequence[Picture]) -> None:
+        """Refuse more than the context holds before a list of their tokens is made."""
+        tokens = sum(each.rows * each.columns for each in pictures)
+        if tokens > self.limits.context:
+            raise TooLongError(
+                f"the prompt's images take {tokens} tokens, the context is {self.limits.context}"
+            )
 
     def reader(self) -> PictureReader:
         """A reader of the images of one prompt.

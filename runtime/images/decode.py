@@ -54,6 +54,22 @@ OTHER_KINDS: tuple[tuple[str, int, bytes, str], ...] = (
 )
 
 
+class UnreadableImageError(RequestError):
+    """An image that its file, or the limit of its prompt's pixels, keeps from being decoded.
+
+    Attributes:
+        reason: the same words for a file whenever it is read; the message may say more.
+        pixels: those of the header, where a decoder has been at work.
+    """
+
+    def __init__(
+        self, message: str, hint: str | None = None, *, reason: str = "", pixels: int = 0
+    ) -> None:
+        """Take the message for the reason where none is given."""
+        super().__init__(message, hint)
+        self.reason, self.pixels = reason or str(self), pixels
+
+
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
     """Limits of a file, checked before it is decoded."""
@@ -78,11 +94,12 @@ def decode_image(content: bytes, limits: ImageLimits = ImageLimits()) -> "Image"
             f"an image has {len(content)} bytes, expected at most {limits.most_bytes}",
             hint="send a smaller one",
         )
-    kind = _kind_of(content)
+    kind, pixels = _kind_of(content), 0
     try:
         image = _readers()[kind](_Counted(content))
         _check_size(image.width, image.height, limits)
         _check_scans(content, kind, image)
+        pixels = image.width * image.height
         image.load()
         if kind == "PNG":
             _narrow_transparency(content[DEPTH], image)
@@ -92,7 +109,7 @@ def decode_image(content: bytes, limits: ImageLimits = ImageLimits()) -> "Image"
     except MemoryError:
         raise ResourceError(f"too little memory to decode the {kind} image") from None
     except Exception as error:  # Pillow lets through whatever a damaged file leads its readers to
-        _refuse_damaged(kind, error)
+        _refuse_damaged(kind, error, pixels)
 
 
 class _Counted(io.BytesIO):
@@ -165,10 +182,11 @@ def _check_size(width: int, height: int, limits: ImageLimits) -> None:
             hint="send a smaller one",
         )
     if width * height > limits.left_pixels:
-        raise RequestError(
+        raise UnreadableImageError(
             f"an image has {size} = {width * height} pixels, all of its prompt may have "
             f"{limits.left_pixels} more",
             hint=FEWER_IMAGES,
+            reason="the new images of the prompt have too many pixels",
         )
     if max(width, height) > MOST_ASPECT * min(width, height):
         raise RequestError(
@@ -276,15 +294,14 @@ def _orientation(image: "Image") -> int:
     return found if isinstance(found, int) else 1
 
 
-def _refuse_damaged(kind: str, error: Exception) -> NoReturn:
+def _refuse_damaged(kind: str, error: Exception, pixels: int) -> NoReturn:
     from PIL.Image import DecompressionBombError, DecompressionBombWarning
 
     what = str(error) or type(error).__name__
     if isinstance(error, DecompressionBombError | DecompressionBombWarning):
-        raise RequestError(
-            f"the {kind} image has too many pixels: {what[:200]}", hint="send a smaller one"
-        ) from None
-    raise RequestError(
-        f"the {kind} image is damaged, cut short, or has no pixels: {what[:200]}",
-        hint="open it in a viewer, save it again as PNG, and send that",
-    ) from None
+        reason, hint = f"the {kind} image has too many pixels", "send a smaller one"
+    else:
+        reason = f"the {kind} image is damaged, cut short, or has no pixels"
+        hint = "open it in a viewer, save it again as PNG, and send that"
+    words = f"{reason}: {what[:200]}"
+    raise UnreadableImageError(words, hint, reason=reason, pixels=pixels) from None

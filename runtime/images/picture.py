@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 from lowbit.formats.errors import RequestError
 from lowbit.formats.fields import shown
 from lowbit.formats.image_settings import ImageSettings
-from lowbit.runtime.images.decode import FEWER_IMAGES, ImageLimits, decode_image
+from lowbit.runtime.images.decode import (
+    FEWER_IMAGES,
+    ImageLimits,
+    UnreadableImageError,
+    decode_image,
+)
 from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.images.size import smart_size
 
@@ -25,11 +30,14 @@ DETAIL_PIXELS: Mapping[Detail, int] = {
     "auto": 1 << 21,  # a screen of 1920 x 1080 stays as it is
     "high": 1 << 28,
 }
-MOST_IMAGES = 100  # of a prompt
-MOST_PROMPT_PIXELS = 1 << 28  # of a prompt's images that nobody has read before
-MOST_KNOWN = 4096  # images whose sizes are remembered
+MOST_IMAGES = 4096  # of a prompt: 64 tokens each, Qwen3.5's least, fill a context of 262,144
+# Of a prompt's images that nobody has read before: 128 screens of 3840 x 2160, with `auto` as many
+# as 262,144 tokens hold
+MOST_PROMPT_PIXELS = 1 << 30
+MOST_KNOWN = 1 << 14  # images whose sizes are remembered, in 4 MB
 # Decoded pixels of a prompt that are handed on to the engine: those of a screen of 3840 x 2160
 MOST_KEPT_PIXELS = 1 << 23
+MOST_KEPT = 64  # images that they are of: each takes a descriptor, and a message carries 253
 
 
 @dataclass(slots=True, eq=False)
@@ -128,8 +136,9 @@ class PictureReader:
     known: KnownPictures = field(default_factory=KnownPictures)
     sends: bool = True  # pixels go to the tower in another process
     count: int = 0
-    pixels: int = 0  # of those that have been decoded
+    pixels: int = 0  # of those that have been decoded, whole or in vain
     kept: int = 0  # pixels that are handed on
+    handed: int = 0  # images that they are of
     _read: dict[bytes, Picture] = field(default_factory=dict, repr=False)  # by digest
 
     def read(self, content: bytes, detail: object = "auto") -> Picture:
@@ -149,7 +158,11 @@ class PictureReader:
         if (same := self._read.get(digest)) is not None:
             return same
         limits = ImageLimits(left_pixels=MOST_PROMPT_PIXELS - self.pixels)
-        size, image = self.known.size_of(content, file, limits)
+        try:
+            size, image = self.known.size_of(content, file, limits)
+        except UnreadableImageError as error:
+            self.pixels += error.pixels
+            raise
         pixels = None
         if image is not None:
             self.pixels += size[0] * size[1]
@@ -163,7 +176,7 @@ class PictureReader:
     def _kept(self, image: "Image") -> Pixels | None:
         """Pixels to hand on; None if they are too many, or the system cannot share them."""
         count = image.width * image.height
-        if self.kept + count > MOST_KEPT_PIXELS:
+        if self.kept + count > MOST_KEPT_PIXELS or self.handed == MOST_KEPT:
             return None
         rgb = image.tobytes()
         try:
@@ -171,4 +184,5 @@ class PictureReader:
         except OSError:  # no memory or no descriptor is left: the engine decodes it again
             return None
         self.kept += count
+        self.handed += 1
         return Pixels(image.width, image.height, shared)

@@ -234,7 +234,9 @@ async def count_tokens(http: HttpRequest) -> Response:
     left_out: list[str] = []
 
     async def encoded(ask: Ask) -> Request:
-        return await encode(model, asked_of(model, body), left_out, ask)
+        asked = asked_of(model, body)
+        left_out.extend(asked.left_out)
+        return await encode(model, asked, left_out, ask)
 
     made = await prepared(http, body, encoded)
     record_of(http).leave_out(left_out)

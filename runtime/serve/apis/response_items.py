@@ -203,7 +203,7 @@ def shown_by(items: Sequence[Item]) -> list[Shown]:
         elif isinstance(item, CallOutputItem):
             found.append(Shown(item.output, f"{where}.output", tool=True))
         else:
-            found.append(Shown(None, where))
+            found.append(Shown(None, where, shows=False))
     return found
 
 

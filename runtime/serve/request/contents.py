@@ -17,16 +17,54 @@ class Content:
     shows: bool = True  # a user or a tool says it: an image may be part of it
     tool: bool = False  # a tool has made it, not a person
 
-    def media(self) -> Iterator[tuple[str, MediaPart, bool]]:
-        """Parts that are no text, with their places, and whether they are in a tool's result."""
-        yield from _media(self.value, self.where, self.tool)
-
     def has_more(self) -> bool:
         """True if there is anything beside images and the like: text, or a tool's result."""
         parts = self.value if isinstance(self.value, list) else []
         return self.tool or any(
-            not isinstance(part, MediaPart) and getattr(part, "text", "x").strip() for part in parts
+            not isinstance(part, MediaPart) and _text_of(part, other="x").strip() for part in parts
         )
+
+    def speaks(self) -> bool:
+        """True if a person says or shows anything in it, beside results of tools."""
+        parts = self.value if isinstance(self.value, list) else [self.value]
+        return (
+            self.shows
+            and not self.tool
+            and any(isinstance(part, MediaPart) or _text_of(part).strip() for part in parts)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedPart:
+    """A part that is no text."""
+
+    part: MediaPart
+    where: str  # such as `messages[0].content[1]`
+    content: Content  # that it is part of
+    tool: bool  # it is in a tool's result
+    newest: bool  # it is of the newest turn
+
+    @property
+    def shows(self) -> bool:
+        """True for an image that a model with a vision tower reads."""
+        return self.part.kind == IMAGE and self.content.shows
+
+
+def media_of(contents: Sequence[Content]) -> list[PlacedPart]:
+    """Parts that are no text, in their order.
+
+    Of the newest turn are those of the last message of a user or tool, and those of the results of
+    tools before it up to what a person or the model says: who speaks behind a result goes on.
+    """
+    last = max((number for number, each in enumerate(contents) if each.shows), default=-1)
+    results = last + 1  # first message whose results nobody has answered
+    while results > 0 and (before := contents[results - 1]).shows and not before.speaks():
+        results -= 1
+    return [
+        PlacedPart(part, where, content, tool, number >= results if tool else number == last)
+        for number, content in enumerate(contents)
+        for where, part, tool in _media(content.value, content.where, content.tool)
+    ]
 
 
 def _media(value: object, where: str, tool: bool) -> Iterator[tuple[str, MediaPart, bool]]:
@@ -38,9 +76,7 @@ def _media(value: object, where: str, tool: bool) -> Iterator[tuple[str, MediaPa
             yield from _media(inner, f"{place}.content", tool=True)
 
 
-def images_of(contents: Sequence[Content]) -> Iterator[tuple[str, MediaPart]]:
-    """Images that a model with a vision tower reads, with their places."""
-    for content in contents:
-        for where, part, _ in content.media():
-            if part.kind == IMAGE and content.shows:
-                yield where, part
+def _text_of(part: object, other: str = "") -> str:
+    """Text of a part; `other` for one that is none."""
+    text = part if isinstance(part, str) else getattr(part, "text", None)
+    return text if isinstance(text, str) else other

@@ -8,7 +8,7 @@ import asyncio
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +21,7 @@ import httptools
 from lowbit.formats.errors import RequestError
 from lowbit.formats.fields import shown
 from lowbit.runtime.images.data_url import MOST_BYTES
-from lowbit.runtime.serve.request.contents import Content, images_of
+from lowbit.runtime.serve.request.contents import Content, PlacedPart, media_of
 from lowbit.runtime.serve.request.hosts import (
     SEND,
     Address,
@@ -31,8 +31,7 @@ from lowbit.runtime.serve.request.hosts import (
     plain_address,
     target_of,
 )
-from lowbit.runtime.serve.request.images import address_of, check_number, refused
-from lowbit.runtime.serve.request.parts import MediaPart
+from lowbit.runtime.serve.request.images import address_of, by_age, check_number, refused
 from lowbit.runtime.serve.request.places import Asker, Places
 from lowbit.runtime.serve.settings import MOST_IMAGE_BODY_BYTES
 
@@ -42,6 +41,8 @@ MOST_PIECES = 1 << 16  # headers, and parts of the content: each is a call on th
 TOGETHER = 4  # images of a request that are fetched at a time
 TIME_S = 20.0  # from the first look at a name to the last byte, redirects included
 REQUEST_TIME_S = 60.0  # of all images of a request, with what they wait for places
+# For all failures, as the line of text for an image shall be the same in every turn
+NOT_FETCHED = "it could not be fetched"
 MOVED = (301, 302, 303, 307, 308)
 
 
@@ -244,40 +245,65 @@ class ImageFetcher:
         return ssl.create_default_context()
 
     async def fetch_all(self, contents: Sequence[Content], client: str = "") -> None:
-        """Fetch the images that contents name; each part then holds its file.
+        """Fetch the images that contents name; each part then holds its file, or why it has none.
+
+        Those of the newest turn come first, as they may not be missing.
 
         Args:
             client: who asks; places of downloads are shared among clients.
 
         Raises:
-            ApiError: one cannot be fetched, by its part, or they are too many or too slow.
+            ApiError: one of the newest turn cannot be fetched, by its part, or they are too slow;
+                or there are too many in all.
         """
-        named: dict[str, list[tuple[str, MediaPart]]] = {}
-        check_number(contents)
-        for where, part in images_of(contents):
-            if (address := address_of(part)) is not None:
-                named.setdefault(address.strip(), []).append((where, part))
-        together, budget, asker = asyncio.Semaphore(TOGETHER), Budget(), Asker(client)
-
-        async def fetch(address: str) -> None:
-            async with together:
-                parts = named[address]
-                try:
-                    content = await self.fetch(address, budget, asker)
-                except RequestError as error:
-                    raise refused(error, parts[0][0]) from None
-                for _, part in parts:
-                    part.fetched = content
-
-        tasks = [asyncio.create_task(fetch(address)) for address in named]
+        shown = [each for each in media_of(contents) if each.shows]
+        check_number(shown)
+        named: dict[str, list[PlacedPart]] = {}
+        for each in by_age(shown):
+            if (address := address_of(each.part)) is not None:
+                named.setdefault(address.strip(), []).append(each)
+        budget, asker = Budget(), Asker(client)
         try:
             async with asyncio.timeout(self.request_time_s):
-                await asyncio.gather(*tasks)
+                for newest in (True, False):
+                    some = {a: parts for a, parts in named.items() if parts[0].newest == newest}
+                    await self._fetch_some(some, budget, asker)
         except TimeoutError:
-            firsts = [parts[0] for parts in named.values()]
-            late = [each for each in firsts if each[1].fetched is None] or firsts
             words = f"the images of the request took longer than {self.request_time_s:g} s in all"
-            raise refused(RequestError(words, SEND), late[0][0]) from None
+            for parts in named.values():
+                if parts[0].part.fetched is not None:
+                    continue
+                if parts[0].newest:
+                    raise refused(RequestError(words, SEND), parts[0].where) from None
+                for each in parts:
+                    each.part.fetched = RequestError(NOT_FETCHED)
+
+    async def _fetch_some(
+        self, named: Mapping[str, Sequence[PlacedPart]], budget: Budget, asker: Asker
+    ) -> None:
+        """Fetch images, by their addresses, for the parts that name them.
+
+        Raises:
+            ApiError: one of the newest turn cannot be fetched, by the first part that names it.
+        """
+        together = asyncio.Semaphore(TOGETHER)
+
+        async def fetch(address: str, parts: Sequence[PlacedPart]) -> None:
+            async with together:
+                content: bytes | RequestError
+                try:
+                    budget.take(0)
+                    content = await self.fetch(address, budget, asker)
+                except RequestError as error:
+                    if parts[0].newest:
+                        raise refused(error, parts[0].where) from None
+                    content = RequestError(NOT_FETCHED)
+            for each in parts:
+                each.part.fetched = content
+
+        tasks = [asyncio.create_task(fetch(*each)) for each in named.items()]
+        try:
+            await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()

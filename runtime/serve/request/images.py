@@ -2,18 +2,18 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.fields import shown
 from lowbit.runtime.engine.prompts import PromptEncoder
 from lowbit.runtime.images.data_url import bytes_of_base64, bytes_of_data_url
+from lowbit.runtime.images.decode import UnreadableImageError
 from lowbit.runtime.images.picture import MOST_IMAGES, PictureReader, too_many
 from lowbit.runtime.serve.errors import ApiError, invalid
-from lowbit.runtime.serve.request.contents import IMAGE, Content, images_of
+from lowbit.runtime.serve.request.contents import IMAGE, Content, PlacedPart, media_of
 from lowbit.runtime.serve.request.explain import WRONG
-from lowbit.runtime.serve.request.parts import MediaPart
+from lowbit.runtime.serve.request.parts import MediaPart, line_of
 from lowbit.runtime.text.images import INSTEAD
 
 FETCHED = re.compile(r"\s*(https?|file|ftp|gs|s3|blob):", re.IGNORECASE)
@@ -30,33 +30,44 @@ DATA_IN_TEXT = re.compile(
 NAMED = {"none": "auto", "": "auto", "original": "high"}  # details under other names
 IN_TEXT = "image in text"  # name of what is left out
 SEND = "send the file itself: data:image/png;base64,..."
-LINE = "[image left out]"
+UNREADABLE = "image that cannot be read"  # and of an earlier turn
 
 
 def read_images(contents: Sequence[Content], prompts: PromptEncoder) -> list[str]:
     """Read the images of messages, the newest last; names of what the prompt will lack.
 
-    Images that a model does not take, and sounds, files and videos, become a line of text. They are
-    refused where the newest message is a person's and has nothing else to answer.
+    A line of text stands for an image of an earlier turn that cannot be read, for images that a
+    model does not take, and for sounds, files and videos.
 
     Raises:
-        ApiError: an image that cannot be read, by its part, or as above.
+        ApiError: by its part, an image of the newest turn that cannot be read; a sound, file or
+            video of the newest message, if a person says it; or an image that the model does not
+            take, if that message has nothing else.
         ResourceError: Pillow is not installed.
     """
     reader = None if prompts.images is None else prompts.reader()
-    if reader is not None:
-        check_number(contents)
+    shown: list[PlacedPart] = []
     left_out: list[str] = []
-    for number, content in enumerate(contents, start=1):
-        newest = number == len(contents)
-        for where, part, tool in content.media():
-            if part.kind == IMAGE and reader is not None and content.shows:
-                _read(part, where, reader)
-                continue
-            if newest and not tool:
-                _check_other(part, where, content)
-            left_out.append(part.kind)
+    for each in media_of(contents):
+        if each.shows and reader is not None:
+            shown.append(each)
+            continue
+        if each.content is contents[-1] and not each.tool:
+            _check_other(each)
+        left_out.append(each.part.kind)
+    if reader is not None:
+        check_number(shown)
+        left_out += [UNREADABLE for each in by_age(shown) if not _reads(each, reader)]
     return left_out
+
+
+def by_age(parts: Sequence[PlacedPart]) -> list[PlacedPart]:
+    """Parts of the newest turn in their order, and then the others from the newest to the oldest.
+
+    Where a limit of all images is met, an old one is left out.
+    """
+    newest = [each for each in parts if each.newest]
+    return newest + [each for each in reversed(parts) if not each.newest]
 
 
 def refused(error: RequestError, where: str) -> ApiError:
@@ -65,18 +76,19 @@ def refused(error: RequestError, where: str) -> ApiError:
     return invalid(f"`{where}`: {words}", where, WRONG)
 
 
-def check_number(contents: Sequence[Content]) -> None:
+def check_number(images: Sequence[PlacedPart]) -> None:
     """Refuse more images than a prompt may have, before any is fetched or decoded.
 
     Raises:
         ApiError: by the first that is too many.
     """
-    for where, _ in islice(images_of(contents), MOST_IMAGES, None):
-        raise refused(too_many(), where)
+    if len(images) > MOST_IMAGES:
+        raise refused(too_many(), images[MOST_IMAGES].where)
 
 
-def _check_other(part: MediaPart, where: str, content: Content) -> None:
+def _check_other(found: PlacedPart) -> None:
     """Refuse a part of the newest message that the prompt would lack."""
+    part, where, content = found.part, found.where, found.content
     if part.kind != IMAGE:
         raise invalid(
             f"`{where}`: type `{part.type}` is not supported in the newest message, only text and "
@@ -98,14 +110,18 @@ def _check_other(part: MediaPart, where: str, content: Content) -> None:
         )
 
 
-def _read(part: MediaPart, where: str, reader: PictureReader) -> None:
+def _reads(found: PlacedPart, reader: PictureReader) -> bool:
+    """Read an image; False for one of an earlier turn that cannot be read."""
     try:
-        content, detail = _file_of(part)
-        part.picture = reader.read(content, _detail_of(detail))
-        # A body is kept as long as its answer; it need not keep base64 as well.
-        part.image_url = part.image = part.source = part.data = part.fetched = None
+        content, detail = _file_of(found.part)
+        found.part.read_as(reader.read(content, _detail_of(detail)))
     except RequestError as error:
-        raise refused(error, where) from None
+        if found.newest:
+            raise refused(error, found.where) from None
+        reason = error.reason if isinstance(error, UnreadableImageError) else str(error)
+        found.part.read_as(None, reason)
+        return False
+    return True
 
 
 def _detail_of(given: object) -> object:
@@ -126,6 +142,8 @@ def _file_of(part: MediaPart) -> tuple[bytes, object]:
     if isinstance(address, Mapping):
         detail = address.get("detail", detail)
         address = address.get("url")
+    if isinstance(part.fetched, RequestError):
+        raise part.fetched
     if part.fetched is not None:
         return part.fetched, detail
     if part.source is not None:
@@ -201,6 +219,6 @@ def without_data(
 def _without(text: str, left_out: list[str]) -> str:
     if len(text) < LEAST_DATA:
         return text
-    cut, count = DATA_IN_TEXT.subn(LINE, text)
+    cut, count = DATA_IN_TEXT.subn(line_of(IMAGE), text)
     left_out += [IN_TEXT] * count
     return cut

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PrivateAttr
 
+from lowbit.formats.errors import RequestError
 from lowbit.runtime.images.picture import Picture
 from lowbit.runtime.serve.request.body import TolerantBody
 from lowbit.runtime.serve.request.explain import MOST_SHOWN, ItemError
@@ -49,7 +50,8 @@ class MediaPart(BaseModel):
     data: Any = Field(default=None, exclude=True)
     detail: Any = Field(default=None, exclude=True)
     _picture: Picture | None = PrivateAttr(default=None)
-    _fetched: bytes | None = PrivateAttr(default=None)
+    _fetched: bytes | RequestError | None = PrivateAttr(default=None)
+    _reason: str = PrivateAttr(default="")
 
     @property
     def address(self) -> Any:
@@ -66,18 +68,27 @@ class MediaPart(BaseModel):
         """The image, once it has been read; None for a part that the prompt lacks."""
         return self._picture
 
-    @picture.setter
-    def picture(self, found: Picture) -> None:
-        self._picture = found
-
     @property
-    def fetched(self) -> bytes | None:
-        """The file at the address that the part names, once it has been fetched."""
+    def fetched(self) -> bytes | RequestError | None:
+        """The file at the address that the part names, or why it has not come; None before."""
         return self._fetched
 
     @fetched.setter
-    def fetched(self, content: bytes | None) -> None:
+    def fetched(self, content: bytes | RequestError) -> None:
         self._fetched = content
+
+    def read_as(self, picture: Picture | None, reason: str = "") -> None:
+        """Take the image that the part is, or why it is left out, for what it was sent as.
+
+        A body is kept as long as its answer; it need not keep base64 as well.
+        """
+        self._picture, self._reason, self._fetched = picture, reason, None
+        self.image_url = self.image = self.source = self.data = None
+
+    @property
+    def line(self) -> str:
+        """The line of text that stands for the part where the prompt lacks it."""
+        return line_of(self.kind, self._reason)
 
 
 class SkippedPart(BaseModel):
@@ -128,6 +139,11 @@ AnyParts = Annotated[list[AnyPart], Field(fail_fast=True, max_length=MOST_PARTS)
 Text = Annotated[str | AnyParts, named_types("text", *MEDIA)]
 
 
+def line_of(kind: str, reason: str = "") -> str:
+    """The line of text that stands for a part of a kind; the same in every turn, for the cache."""
+    return f"[{kind} left out: {reason}]" if reason else f"[{kind} left out]"
+
+
 Turned = str | list[dict[str, Any]]  # content as chat templates have it
 
 
@@ -146,7 +162,7 @@ def joined_parts(parts: Iterable[str | MediaPart]) -> Turned:
         if isinstance(part, str):
             text += part
         elif part.picture is None:
-            text += ("\n" if text and not text.endswith("\n") else "") + f"[{part.kind} left out]\n"
+            text += ("\n" if text and not text.endswith("\n") else "") + f"{part.line}\n"
         else:
             found += [{"type": "text", "text": text}] if text else []
             found.append({"type": "image", "image": part.picture})

@@ -25,7 +25,7 @@ from lowbit.runtime.serve.link.messages import Constraints
 from lowbit.runtime.serve.logs import Record
 from lowbit.runtime.serve.protocol import has_whole_body
 from lowbit.runtime.serve.request.body import AnswerBody, ModelBody
-from lowbit.runtime.serve.request.contents import images_of
+from lowbit.runtime.serve.request.contents import media_of
 from lowbit.runtime.serve.request.explain import FEWER, WRONG, explained, got
 from lowbit.runtime.serve.request.forms import (
     AnswerFormat,
@@ -107,7 +107,7 @@ async def read_request(http: HttpRequest, schema: type[OfModel]) -> tuple[Servic
 
     def parsed() -> OfModel:
         body = parse(raw, schema)
-        body.shows_images = sees and any(images_of(body.contents()))
+        body.shows_images = sees and any(each.shows for each in media_of(body.contents()))
         return body
 
     body = parsed() if len(raw) <= THREAD_BODY_BYTES else await service.in_thread(parsed)

@@ -16,6 +16,7 @@ from lowbit.runtime.images.decode import ImageLimits, decode_image
 from lowbit.runtime.images.patches import image_patches
 from lowbit.runtime.images.picture import KnownPictures, PictureReader, limited
 from lowbit.runtime.images.shared import SharedBytes
+from lowbit.runtime.serve.link.channel import MOST_FILES
 from tests.runtime.images.pictures import SETTINGS, picture, saved
 
 WIDE = replace(SETTINGS, most_pixels=1 << 24)
@@ -103,6 +104,21 @@ def test_known_images_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [late.read(each).rows for each in files] == [2] * 4
 
 
+def test_pixels_that_are_decoded_in_vain_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a prompt with many damaged images would take a thread for minutes."""
+    monkeypatch.setattr(module, "MOST_PROMPT_PIXELS", 3 * 90 * 70)
+    reader = PictureReader(SETTINGS)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="damaged"):
+            reader.read(PNG[:-30])
+    with pytest.raises(RequestError, match="begins with the bytes"):
+        reader.read(b"hello")  # no decoder has seen it
+    assert reader.pixels == 2 * 90 * 70
+    reader.read(PNG)
+    with pytest.raises(RequestError, match="may have 0 more"):
+        reader.read(PNG[:-30])
+
+
 def test_an_image_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[bytes] = []
 
@@ -169,6 +185,15 @@ def test_many_pixels_are_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_KEPT_PIXELS", 2 * 90 * 70)
     reader = PictureReader(SETTINGS)
     assert reader.read(saved(picture(128, 128))).pixels is None
+    files = [saved(picture(90, 70, seed)) for seed in range(3)]
+    assert [reader.read(each).pixels is not None for each in files] == [True, True, False]
+
+
+def test_few_images_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a descriptor, and a message with too many would be lost."""
+    assert module.MOST_KEPT <= MOST_FILES
+    monkeypatch.setattr(module, "MOST_KEPT", 2)
+    reader = PictureReader(SETTINGS)
     files = [saved(picture(90, 70, seed)) for seed in range(3)]
     assert [reader.read(each).pixels is not None for each in files] == [True, True, False]
 

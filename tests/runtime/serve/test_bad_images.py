@@ -1,4 +1,7 @@
-"""Images that cannot be read, over all three APIs: a 400 that names the part, and nobody waits."""
+"""Images that cannot be read, over all three APIs, and nobody waits for them.
+
+In the newest turn they are a 400 that names the part; `test_old_images.py` has those of others.
+"""
 
 import base64
 import struct
@@ -92,11 +95,11 @@ BAD: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_images_are_refused_by_their_part(seeing: Running, path: str, name: str) -> None:
     url, words = BAD[name]
-    before = user(text(path, "See "), part_of(path, url))
-    found = ask(seeing, path, before, *turns(("assistant", "A."), ("user", "?")))
+    before = turns(("user", "Hi"), ("assistant", "A."))
+    found = ask(seeing, path, *before, user(text(path, "See "), part_of(path, url)))
     assert found.status_code == 400, found.text
     message = found.json()["error"]["message"]
-    place = f"{FIELD[path]}[0].content[1]"
+    place = f"{FIELD[path]}[2].content[1]"
     assert message.startswith(f"`{place}`: ")
     assert any(each in message for each in words.split("|")), message
     if path != MESSAGES:
@@ -139,17 +142,28 @@ def test_a_bomb_is_refused_from_its_header(
 
 
 @pytest.mark.parametrize("path", FIELD)
-def test_500_images_are_refused_by_the_first_that_is_too_many(
+def test_many_images_are_refused_by_the_first_that_is_too_many(
     seeing: Running, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of them is decoded."""
     decoded: list[object] = []
     monkeypatch.setattr(limits, "decode_image", decoded.append)
     tiny = encoded(saved(picture(9, 8)))
+    shown = [image(path, tiny)] * 4000
+    found = ask(seeing, path, user(*shown), *turns(("assistant", "A.")), user(*shown[:100]))
+    assert found.status_code == 400
+    assert f"`{FIELD[path]}[2].content[96]`: a prompt may have 4096 images" in found.text
+    assert not decoded
+
+
+@pytest.mark.parametrize("path", FIELD)
+def test_500_images_are_more_than_the_context_holds(seeing: Running, path: str) -> None:
+    """Their number alone is no reason to refuse them."""
+    tiny = encoded(saved(picture(9, 8)))
     found = ask(seeing, path, user(*[image(path, tiny)] * 500))
     assert found.status_code == 400
-    assert f"`{FIELD[path]}[0].content[100]`: a prompt may have 100 images" in found.text
-    assert not decoded
+    assert "the prompt's images take" in found.text
+    assert "the context is 2048" in found.text
 
 
 @pytest.mark.parametrize("path", FIELD)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lowbit.runtime.images import picture as limits
+from lowbit.runtime.serve.request.images import UNREADABLE
 from tests.runtime.images.pictures import picture, saved
 from tests.runtime.serve.conftest import LEFT_OUT, NAME, Running
 from tests.runtime.serve.sdks import anthropic_client, openai_client
@@ -137,6 +138,58 @@ def test_a_growing_session_pays_for_its_picture_once(anthropics: Any) -> None:
     cached = second.cache_read_input_tokens or 0
     assert cached > TOKENS
     assert cached + second.input_tokens > first.input_tokens
+
+
+def test_a_session_goes_on_after_a_broken_screenshot(openais: Any, anthropics: Any) -> None:
+    """A 400 while it is new; then a line stands for it, and the model may answer."""
+    import anthropic
+    import openai
+
+    cut = base64.b64encode(base64.b64decode(DATA)[:300]).decode()
+    url = f"data:image/png;base64,{cut}"
+    call: Any = {"id": "1", "type": "function", "function": {"name": "shot", "arguments": "{}"}}
+    content: Any = [words("seen"), {"type": "image_url", "image_url": {"url": url}}]
+    turns: list[Any] = [
+        {"role": "user", "content": "Look"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": content},
+    ]
+    raw = openais.chat.completions.with_raw_response
+    with pytest.raises(openai.BadRequestError) as first:
+        raw.create(model=NAME, max_tokens=4, messages=turns)
+    assert first.value.param == "messages[2].content[1]"
+    turns += [{"role": "user", "content": "Go on"}, {"role": "assistant", "content": "Yes."}]
+    for size in (4, 5):
+        found = raw.create(model=NAME, max_tokens=4, messages=turns[:size])
+        assert found.headers[LEFT_OUT] == UNREADABLE
+
+    items: list[Any] = [
+        {"role": "user", "content": [INPUT_IMAGE | {"image_url": url}]},
+        {"role": "user", "content": "Go on"},
+    ]
+    with pytest.raises(openai.BadRequestError) as second:
+        openais.responses.create(model=NAME, max_output_tokens=4, input=items[:1])
+    assert second.value.param == "input[0].content[0]"
+    with openais.responses.with_streaming_response.create(
+        model=NAME, max_output_tokens=4, input=items, stream=True
+    ) as response:
+        assert response.headers[LEFT_OUT] == UNREADABLE
+
+    bad = {"type": "image", "source": IMAGE["source"] | {"data": cut}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [words("seen"), bad]}
+    use = {"type": "tool_use", "id": "1", "name": "shot", "input": {}}
+    turns = [
+        {"role": "user", "content": "Look"},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    raw = anthropics.messages.with_raw_response
+    with pytest.raises(anthropic.BadRequestError, match=r"`messages\[2\]\.content\[0\]"):
+        raw.create(model=NAME, max_tokens=4, messages=turns)
+    merged = [*turns[:2], {"role": "user", "content": [result, words("Go on")]}]
+    for later in (merged, [*turns, {"role": "user", "content": "Go on"}]):
+        found = raw.create(model=NAME, max_tokens=4, messages=later)
+        assert found.headers[LEFT_OUT] == UNREADABLE
 
 
 @pytest.mark.parametrize("form", ["one line", "lines"])

@@ -14,8 +14,16 @@ import lowbit.runtime as lowbit
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.images import picture as limits
 from lowbit.runtime.serve.request.hosts import allowed_hosts
-from tests.runtime.images.pictures import picture, saved
-from tests.runtime.serve.conftest import Running, raw_request, running, turns, until
+from lowbit.runtime.serve.request.images import UNREADABLE
+from tests.runtime.serve.conftest import (
+    LEFT_OUT,
+    Running,
+    prompt_of,
+    raw_request,
+    running,
+    turns,
+    until,
+)
 from tests.runtime.serve.request.image_host import ImageHost, image_host, reply
 from tests.runtime.serve.test_images import (
     CHAT,
@@ -46,7 +54,7 @@ def images() -> Iterator[ImageHost]:
 @pytest.fixture(scope="module")
 def fetching(seeing_model: Model, images: ImageHost) -> Iterator[Running]:
     hosts = allowed_hosts([f"127.0.0.1:{images.port}"]).names
-    with running(seeing_model, image_hosts=hosts) as found:
+    with running(seeing_model, image_hosts=hosts, log_prompts=True) as found:
         yield found
 
 
@@ -88,14 +96,34 @@ def test_others_are_refused_by_their_part(
     fetching: Running, images: ImageHost, path: str, url: str, words: str
 ) -> None:
     part = named(path, url.format(port=images.port))
-    before = user(text(path, "See "), part)
-    found = ask(fetching, path, before, *turns(("assistant", "A."), ("user", "?")))
+    shown = user(text(path, "See "), part)
+    found = ask(fetching, path, *turns(("user", "Hi"), ("assistant", "A.")), shown)
     assert found.status_code == 400, found.text
     message = found.json()["error"]["message"]
     assert words in message
-    assert message.startswith(f"`{FIELD[path]}[0].content[1]`: ")
+    assert message.startswith(f"`{FIELD[path]}[2].content[1]`: ")
     if path != MESSAGES:
-        assert found.json()["error"]["param"] == f"{FIELD[path]}[0].content[1]"
+        assert found.json()["error"]["param"] == f"{FIELD[path]}[2].content[1]"
+
+
+@pytest.mark.parametrize("path", FIELD)
+def test_a_line_stands_for_an_old_one_that_is_not_there(
+    fetching: Running, images: ImageHost, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    """The same one however it fails, so that the cache has what comes behind it."""
+    prompts = []
+    for status in (b"404 Gone", b"500 Oops"):
+        images.replies["/old.png"] = b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\n\r\n"
+        before = user(text(path, "See "), named(path, images.url("/old.png")))
+        shown = user(text(path, "And "), named(path, images.url("/a.png")))
+        messages = [before, *turns(("assistant", "A.")), shown]
+        prompt, found = prompt_of(fetching, caplog, path, **{FIELD[path]: messages})
+        assert found.headers[LEFT_OUT] == UNREADABLE
+        assert "See \n[image left out: it could not be fetched]<|im_end|>" in prompt
+        assert "And <|vision_start|>" in prompt
+        prompts.append(prompt)
+    assert prompts[0] == prompts[1]
+    assert images.paths == ["/a.png", "/old.png"] * 2  # the newest may not be missing
 
 
 def test_nothing_is_fetched_without_the_option(seeing_model: Model, images: ImageHost) -> None:
@@ -163,12 +191,10 @@ def test_images_of_an_assistant_are_not_fetched(fetching: Running, images: Image
 
 
 def test_too_many_are_refused_by_their_number(fetching: Running, images: ImageHost) -> None:
-    tiny = saved(picture(8, 8))
-    images.replies |= {f"/{n}": reply(tiny) for n in range(105)}
-    parts = [named(CHAT, images.url(f"/{n}")) for n in range(105)]
-    found = ask(fetching, CHAT, user(*parts))
+    parts = [named(CHAT, images.url(f"/{n}")) for n in range(2050)]
+    found = ask(fetching, CHAT, user(*parts), *turns(("assistant", "A.")), user(*parts))
     assert found.status_code == 400
-    assert "a prompt may have 100 images" in found.text
+    assert "a prompt may have 4096 images" in found.text
     assert not images.asked
 
 

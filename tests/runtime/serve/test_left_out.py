@@ -162,6 +162,15 @@ def test_images_in_results_of_tools(agents: Running, caplog: pytest.LogCaptureFi
     assert "<tool_response>\n[image left out]\n</tool_response>" in prompt
 
 
+def test_an_unknown_part_beside_an_image_is_something_else(agents: Running) -> None:
+    """Whatever it has under the name of a text."""
+    for value in (5, ["a"], None):
+        parts = [{"type": "odd", "text": value}, PICTURES[2][2]]
+        found = post(agents, "/v1/messages", messages=[{"role": "user", "content": parts}])
+        assert found.status_code == 200, found.text
+        assert found.headers[LEFT_OUT] == "odd, image"
+
+
 def test_thinking_is_not_preserved_by_a_template_that_does_not_know_it(
     agents: Running, caplog: pytest.LogCaptureFixture
 ) -> None:

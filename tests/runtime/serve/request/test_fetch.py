@@ -16,8 +16,8 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime.serve import server
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.request import fetch as module
-from lowbit.runtime.serve.request.contents import Content, images_of
-from lowbit.runtime.serve.request.fetch import Budget, ImageFetcher
+from lowbit.runtime.serve.request.contents import Content, media_of
+from lowbit.runtime.serve.request.fetch import NOT_FETCHED, Budget, ImageFetcher
 from lowbit.runtime.serve.request.hosts import allowed_hosts
 from lowbit.runtime.serve.request.parts import MediaPart
 from lowbit.runtime.serve.request.places import Asker, Places
@@ -386,13 +386,13 @@ def other() -> Iterator[ImageHost]:
         yield found
 
 
-def parts_of(*urls: str) -> list[Content]:
+def parts_of(*urls: str, number: int = 0) -> list[Content]:
     parts = [MediaPart.model_validate({"type": "image_url", "image_url": each}) for each in urls]
-    return [Content(parts, "messages[0].content")]
+    return [Content(parts, f"messages[{number}].content")]
 
 
-def fetched_parts(contents: list[Content]) -> list[bytes | None]:
-    return [part.fetched for _, part in images_of(contents)]
+def fetched_parts(contents: list[Content]) -> list[object]:
+    return [each.part.fetched for each in media_of(contents)]
 
 
 def test_slow_hosts_leave_places_to_others(host: ImageHost, other: ImageHost) -> None:
@@ -437,3 +437,29 @@ def test_the_images_of_a_request_have_a_limit_of_time_in_all(host: ImageHost) ->
 
     asyncio.run(run())
     assert fetched_parts(contents) == [FILE, None, None]
+
+
+def test_old_images_leave_time_and_bytes_to_new_ones(
+    host: ImageHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest are fetched first; old ones that are too late or too much are missing."""
+    host.replies |= {"/slow": None, "/a": reply(FILE), "/b": reply(FILE), "/old": reply(FILE)}
+    allowed = allowed_hosts([f"127.0.0.1:{host.port}"])
+    new = parts_of(host.url("/a"), host.url("/b"), number=2)
+
+    async def run(one: ImageFetcher, *old: str) -> list[object]:
+        contents = [*parts_of(*map(host.url, old)), *new]
+        await one.fetch_all(contents, "one")
+        while one.places._hosts:
+            await asyncio.sleep(0)
+        return fetched_parts(contents)
+
+    first, *rest = asyncio.run(run(ImageFetcher(allowed, 30.0, 0.3), "/slow"))
+    assert str(first) == NOT_FETCHED
+    assert rest == [FILE, FILE]
+    monkeypatch.setattr(Budget.__init__, "__defaults__", (2 * len(reply(FILE)) + 5,))
+    host.asked.clear()
+    *old, _, _ = asyncio.run(run(ImageFetcher(allowed, 30.0, 30.0), *["/old"] * 2, "/old?2", "/a"))
+    assert [str(each) for each in old[:3]] == [NOT_FETCHED] * 3
+    assert old[3] == FILE  # a new one has the same address
+    assert sorted(host.paths[:2]) == ["/a", "/b"]
