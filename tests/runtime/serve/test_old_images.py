@@ -131,7 +131,7 @@ def test_results_of_tools_that_nobody_has_answered_are_new(seeing: Running, path
 
 
 @pytest.mark.parametrize("path", FIELD)
-@pytest.mark.parametrize("later", ["answered", "spoken", "shown"])
+@pytest.mark.parametrize("later", ["answered", "called", "spoken", "shown"])
 def test_results_of_tools_are_old_once_somebody_goes_on(
     seeing: Running, caplog: pytest.LogCaptureFixture, path: str, later: str
 ) -> None:
@@ -139,6 +139,7 @@ def test_results_of_tools_are_old_once_somebody_goes_on(
     shown = results(path, [image(path, CUT)], [text(path, "b")])
     rest = {
         "answered": turns(("assistant", "A."), ("user", "And?")),
+        "called": [*CALLS[path], *results(path, [text(path, "c")], [image(path)])],
         "spoken": turns(("user", "Go on")),
         "shown": [user(image(path))],
     }[later]
