@@ -21,7 +21,7 @@ from lowbit.runtime.engine.load_options import MODES
 from lowbit.runtime.engine.stats import Load
 from lowbit.runtime.images.data_url import MOST_BYTES
 from lowbit.runtime.images.decode import MOST_ASPECT, MOST_PIXELS
-from lowbit.runtime.images.picture import MOST_IMAGES, MOST_PROMPT_PIXELS
+from lowbit.runtime.images.picture import MOST_IMAGES, MOST_NEW_IMAGES, MOST_PROMPT_PIXELS
 from lowbit.runtime.serve import app, settings
 from lowbit.runtime.serve.auth import OPEN_FOLDER, OPEN_PATHS
 from lowbit.runtime.serve.link.messages import LoadFound
@@ -167,7 +167,7 @@ def test_limits_are_those_of_the_server() -> None:
         "`logit_bias`": [MOST_BIASES],
         "`guided_choice`": [settings.MOST_CHOICE_TEXTS, MOST_CHOICE],
         "`guided_regex`, `guided_grammar`": [settings.MOST_GRAMMAR_CHARACTERS],
-        "images": [MOST_IMAGES, MOST_PROMPT_PIXELS],
+        "images": [MOST_NEW_IMAGES, MOST_IMAGES, MOST_PROMPT_PIXELS],
         "an image": [MOST_BYTES, MOST_PIXELS, MOST_ASPECT],
         "the whole body": [settings.MOST_BODY_BYTES, settings.MOST_IMAGE_BODY_BYTES],
     }

@@ -30,6 +30,7 @@ DETAIL_PIXELS: Mapping[Detail, int] = {
     "auto": 1 << 21,  # a screen of 1920 x 1080 stays as it is
     "high": 1 << 28,
 }
+MOST_NEW_IMAGES = 100  # of the newest turn
 MOST_IMAGES = 4096  # of a prompt: 64 tokens each, Qwen3.5's least, fill a context of 262,144
 # Of a prompt's images that nobody has read before: 128 screens of 3840 x 2160, with `auto` as many
 # as 262,144 tokens hold
@@ -71,9 +72,9 @@ class Picture:
         return None if self.pixels is None else self.pixels.take()
 
 
-def too_many() -> RequestError:
-    """The error of a prompt with more images than it may have."""
-    return RequestError(f"a prompt may have {MOST_IMAGES} images, this one has more", FEWER_IMAGES)
+def too_many(most: int, what: str = "a prompt") -> RequestError:
+    """The error of a prompt, or of its newest turn, with more images than it may have."""
+    return RequestError(f"{what} may have {most} images, this one has more", FEWER_IMAGES)
 
 
 def digest_of(file: bytes, settings: ImageSettings) -> bytes:
@@ -151,7 +152,7 @@ class PictureReader:
         """
         self.count += 1
         if self.count > MOST_IMAGES:
-            raise too_many()
+            raise too_many(MOST_IMAGES)
         settings = limited(self.settings, detail)
         file = hashlib.sha256(content).digest()
         digest = digest_of(file, settings)

@@ -9,7 +9,12 @@ from lowbit.formats.fields import shown
 from lowbit.runtime.engine.prompts import PromptEncoder
 from lowbit.runtime.images.data_url import bytes_of_base64, bytes_of_data_url
 from lowbit.runtime.images.decode import UnreadableImageError
-from lowbit.runtime.images.picture import MOST_IMAGES, PictureReader, too_many
+from lowbit.runtime.images.picture import (
+    MOST_IMAGES,
+    MOST_NEW_IMAGES,
+    PictureReader,
+    too_many,
+)
 from lowbit.runtime.serve.errors import ApiError, invalid
 from lowbit.runtime.serve.request.contents import IMAGE, Content, PlacedPart, media_of
 from lowbit.runtime.serve.request.explain import WRONG
@@ -77,13 +82,17 @@ def refused(error: RequestError, where: str) -> ApiError:
 
 
 def check_number(images: Sequence[PlacedPart]) -> None:
-    """Refuse more images than a prompt may have, before any is fetched or decoded.
+    """Refuse more images than a prompt or its newest turn may have, before any is decoded.
 
     Raises:
         ApiError: by the first that is too many.
     """
+    newest = [each for each in images if each.newest]
+    if len(newest) > MOST_NEW_IMAGES:
+        error = too_many(MOST_NEW_IMAGES, "the newest turn")
+        raise refused(error, newest[MOST_NEW_IMAGES].where)
     if len(images) > MOST_IMAGES:
-        raise refused(too_many(), images[MOST_IMAGES].where)
+        raise refused(too_many(MOST_IMAGES), images[MOST_IMAGES].where)
 
 
 def _check_other(found: PlacedPart) -> None:

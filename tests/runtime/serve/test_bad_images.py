@@ -157,10 +157,14 @@ def test_many_images_are_refused_by_the_first_that_is_too_many(
 
 
 @pytest.mark.parametrize("path", FIELD)
-def test_500_images_are_more_than_the_context_holds(seeing: Running, path: str) -> None:
-    """Their number alone is no reason to refuse them."""
+def test_more_images_may_be_of_earlier_turns(seeing: Running, path: str) -> None:
+    """There the context is the limit."""
     tiny = encoded(saved(picture(9, 8)))
-    found = ask(seeing, path, user(*[image(path, tiny)] * 500))
+    shown = user(*[image(path, tiny)] * 500)
+    found = ask(seeing, path, shown)
+    assert found.status_code == 400
+    assert f"`{FIELD[path]}[0].content[100]`: the newest turn may have 100 images" in found.text
+    found = ask(seeing, path, shown, *turns(("assistant", "A."), ("user", "B?")))
     assert found.status_code == 400
     assert "the prompt's images take" in found.text
     assert "the context is 2048" in found.text
