@@ -191,8 +191,9 @@ def test_images_of_an_assistant_are_not_fetched(fetching: Running, images: Image
 
 
 def test_too_many_are_refused_by_their_number(fetching: Running, images: ImageHost) -> None:
-    parts = [named(CHAT, images.url(f"/{n}")) for n in range(4097)]
-    found = ask(fetching, CHAT, user(*parts), *turns(("assistant", "A."), ("user", "B?")))
+    parts = [named(CHAT, images.url(f"/{n}")) for n in range(2050)]
+    said = turns(("assistant", "A."), ("user", "B?"))
+    found = ask(fetching, CHAT, user(*parts), said[0], user(*parts), *said)
     assert found.status_code == 400
     assert "a prompt may have 4096 images" in found.text
     assert not images.asked
