@@ -1,10 +1,10 @@
 """Hours of mixed requests to a server: memory, stuck requests and wrong answers.
 
 Run: python examples/maintenance/soak_serve.py [--minutes 30] [--clients 8] [--sequences 4]
-    [--seed 1] [MODEL]
-A server process on the CPU gets random requests of every kind: 10 % leave in the middle, 5 % are
-malformed, some read slowly, some cut their body. Greedy answers are compared with those that the
-model gave alone, before. At the end nothing may run or wait, the cache must be free, and memory may
+    [--seed 1] [--device cpu] [--activations exact] [MODEL]
+A server process gets random requests of every kind, on a GPU with a model in INT4: 10 % leave in
+the middle, 5 % are malformed, some read slowly, some cut their body. Greedy answers are compared
+with those that the model gave alone, before. At the end nothing may run or wait, the cache must be free, and memory may
 not have grown since the first third. Prompts of every length warm the server up before that, which
 takes about ten minutes.
 """
@@ -281,9 +281,9 @@ async def run(soak: Soak, pid: int, minutes: float, clients: int, seed: int) -> 
     return seen
 
 
-def alone(folder: Path) -> dict[tuple[str, int], str]:
+def alone(folder: Path, options: dict[str, Any]) -> dict[tuple[str, int], str]:
     """Greedy answers of the model by itself."""
-    model = load(folder, device="cpu", context=1024)
+    model = load(folder, context=1024, **options)
     own = random.Random(7)
     prompts = [" ".join(own.choices(WORDS, k=own.randint(2, 90))) for _ in range(PROMPTS)]
     sampling = replace(model.defaults, temperature=0.0)
@@ -292,6 +292,7 @@ def alone(folder: Path) -> dict[tuple[str, int], str]:
         for length in LENGTHS:
             made = model.generate(text, sampling=sampling, max_new_tokens=length, thinking=False)
             found[text, length] = made.text
+    model.close()
     return found
 
 
@@ -301,16 +302,31 @@ def alone(folder: Path) -> dict[tuple[str, int], str]:
 @click.option("--clients", default=8, show_default=True)
 @click.option("--sequences", default=4, show_default=True, help="Answers made together.")
 @click.option("--seed", default=1, show_default=True)
-def main(source: str, minutes: float, clients: int, sequences: int, seed: int) -> None:
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--activations", type=click.Choice(["exact", "int8"]), default="exact")
+def main(
+    source: str,
+    minutes: float,
+    clients: int,
+    sequences: int,
+    seed: int,
+    device: str,
+    activations: str,
+) -> None:
     """Soak a server on MODEL."""
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp()) / "model"
     shutil.copytree(source, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE.read_text())
-    expected = alone(folder)
+    options = {"device": device, "activations": activations}
+    if device == "cuda":
+        options["quantize"] = "int4"
+    expected = alone(folder, options)
     command = [sys.executable, "-m", "lowbit.runtime", "serve", str(folder), "--port", "0"]
-    command += ["--device", "cpu", "--served-name", NAME, "--queue", str(2 * sequences)]
+    command += ["--served-name", NAME, "--queue", str(2 * sequences)]
     command += ["--sequences", str(sequences)]
+    for name, value in options.items():
+        command += [f"--{name}", value]
     with subprocess.Popen([*command, "--context", "1024"], stderr=subprocess.PIPE) as server:
         if server.stderr is None:
             raise SystemExit("no pipe")
