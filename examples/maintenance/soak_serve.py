@@ -4,9 +4,9 @@ Run: python examples/maintenance/soak_serve.py [--minutes 30] [--clients 8] [--s
     [--seed 1] [--device cpu] [--activations exact] [MODEL]
 A server process gets random requests of every kind, on a GPU with a model in INT4: 10 % leave in
 the middle, 5 % are malformed, some read slowly, some cut their body. Greedy answers are compared
-with those that the model gave alone, before. At the end nothing may run or wait, the cache must be free, and memory may
-not have grown since the first third. Prompts of every length warm the server up before that, which
-takes about ten minutes.
+with those that the model gave alone, before. At the end nothing may run or wait, the cache must be
+free, and memory may not have grown since the first third. Prompts of every length warm the server
+up before that, which takes about ten minutes.
 """
 
 import asyncio
