@@ -253,6 +253,11 @@ class Engine:
         with self._lock, self._working():
             self.scheduler.blocks.forget()
 
+    def prepare_memory(self) -> bool:
+        """Allocate a piece of the memory that later prompts will need; False if none is lacking."""
+        with self._lock:
+            return self.runner.prepare_memory()
+
     @contextmanager
     def _working(self) -> Iterator[None]:
         """Recover from an interrupted step, then admit the requests that have arrived.

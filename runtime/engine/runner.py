@@ -184,6 +184,13 @@ class Runner:
         else:
             self.crew.run(change, work)
 
+    def prepare_memory(self) -> bool:
+        """Allocate a piece of the memory that later prompts will need; False if none is lacking."""
+        if not self.snapshots.lacks_memory:
+            return False
+        self._change(changes.PrepareSnapshot())
+        return True
+
     def set_pages(self, row: int, pages: Numbers[int]) -> None:
         """Write the block table of a sequence, behind the steps under way."""
         self.tables[row, : len(pages)] = self.ints(pages)

@@ -45,7 +45,12 @@ class RestoreSnapshot:
     slot: int
 
 
-StateChange = CopyPage | ClearSlot | CopySlot | SaveSnapshot | RestoreSnapshot
+@dataclass(frozen=True, slots=True)
+class PrepareSnapshot:
+    """Allocate a piece of the memory that later snapshots will need."""
+
+
+StateChange = CopyPage | ClearSlot | CopySlot | SaveSnapshot | RestoreSnapshot | PrepareSnapshot
 
 
 def make_change(change: StateChange, state: DeviceState, snapshots: Snapshots) -> None:
@@ -61,3 +66,5 @@ def make_change(change: StateChange, state: DeviceState, snapshots: Snapshots) -
             snapshots.save(slot, number)
         case RestoreSnapshot(number, slot):
             snapshots.restore(number, slot)
+        case PrepareSnapshot():
+            snapshots.prepare()

@@ -4,6 +4,9 @@ A state takes 20 MB (0.8B, 2B) to 154 MB (27B), and a long conversation leaves d
 on a GPU. A copy to page-locked memory passes through a buffer there: steps wait until the state is
 in the buffer, not for the bus, and the host waits for neither. A copy back precedes the steps that
 need it.
+
+Page-locked memory takes half a millisecond a megabyte, 25 ms for a state of a 4B, and a turn of a
+chat leaves two states. So it is allocated while nobody waits, piece by piece: see `prepare`.
 """
 
 from dataclasses import dataclass
@@ -15,11 +18,12 @@ from torch import Tensor
 from lowbit.formats.architectures.footprint import STAGED
 from lowbit.runtime.state.delta import DeltaSlots
 
-LEAST_PIECE = 1 << 20  # bytes
+LEAST_PIECE, MOST_PIECE = 1 << 20, 8 << 20  # bytes; the larger takes 4 ms
+READY_BYTES = 1 << 30  # page-locked memory that waits for snapshots: ten turns of a 4B
 
 
 class Snapshots:
-    """Snapshots by number, each in memory that is allocated when the number is first used.
+    """Snapshots by number, each in memory of its own from the number's first use on.
 
     Attributes:
         count: numbers from 0 on that there are at most; 0 without linear layers.
@@ -32,6 +36,7 @@ class Snapshots:
         size, device = slots.slot_bytes, slots.memory.device
         self._sizes = piece_sizes(size) if staged else [size]  # of a snapshot's pieces of memory
         self._kept: dict[int, list[Tensor]] = {}
+        self._ready: list[list[Tensor]] = []  # memory for others; the last may lack pieces
         buffers = STAGED if staged and slots.count else 0
         self._buffers = [
             torch.empty(size, dtype=torch.uint8, device=device) for _ in range(buffers)
@@ -50,7 +55,7 @@ class Snapshots:
     def save(self, slot: int, number: int) -> None:
         """Make a snapshot of the state that the steps under way leave in a slot."""
         if number not in self._kept:
-            self._kept[number] = [self._new_memory(size) for size in self._sizes]
+            self._kept[number] = self._take_memory()
         kept = self._kept[number]
         if not self._buffers:
             self._slots.pack(slot, kept[0])
@@ -77,6 +82,26 @@ class Snapshots:
         for piece, part in zip(kept, torch.split(buffer, self._sizes), strict=True):
             part.copy_(piece, non_blocking=True)
         self._slots.unpack(buffer, slot)
+
+    @property
+    def lacks_memory(self) -> bool:
+        """True while `prepare` has something to do."""
+        if not self._buffers:  # memory that is not page-locked takes no time
+            return False
+        most = min(self.count - len(self._kept), READY_BYTES // self._slots.slot_bytes)
+        return sum(len(each) == len(self._sizes) for each in self._ready) < most
+
+    def prepare(self) -> None:
+        """Allocate a piece of the memory that later snapshots will need."""
+        if not self._ready or len(self._ready[-1]) == len(self._sizes):
+            self._ready.append([])
+        last = self._ready[-1]
+        last.append(self._new_memory(self._sizes[len(last)]))
+
+    def _take_memory(self) -> list[Tensor]:
+        """Memory for a snapshot; pieces that are not ready are allocated now."""
+        found = self._ready.pop(0) if self._ready else []
+        return found + [self._new_memory(size) for size in self._sizes[len(found) :]]
 
     def _new_memory(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=bool(self._buffers))
@@ -112,15 +137,15 @@ class _Bus:
 
 
 def piece_sizes(size: int) -> list[int]:
-    """Cut a size into powers of two and a rest below LEAST_PIECE.
+    """Cut a size into powers of two, of MOST_PIECE at most, and a rest below LEAST_PIECE.
 
     PyTorch rounds page-locked memory up to a power of two, which would add up to the size again.
 
-    >>> piece_sizes((50 << 20) + 7)
-    [33554432, 16777216, 2097152, 7]
+    >>> piece_sizes((18 << 20) + 7)
+    [8388608, 8388608, 2097152, 7]
     """
     sizes = []
     while size >= LEAST_PIECE:
-        sizes.append(1 << (size.bit_length() - 1))
+        sizes.append(min(1 << (size.bit_length() - 1), MOST_PIECE))
         size -= sizes[-1]
     return [*sizes, size] if size else sizes

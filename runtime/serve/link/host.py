@@ -51,6 +51,7 @@ from lowbit.runtime.text.grammar_source import GrammarSource
 from lowbit.runtime.text.strict_calls import StrictCalls
 
 log = logging.getLogger("lowbit.serve")
+IDLE_S = 0.02  # without a request, until memory for later ones is prepared: a client may go on
 RETRY_S = 1.0  # until a step is tried again that failed without any request
 BEAT_S = 1.0  # between two reports of the engine's health
 TICK_S = 0.05  # between two looks at it
@@ -127,6 +128,8 @@ class Stepper:
         self._asked: SimpleQueue[Running | None] = SimpleQueue()
         self._running: list[Running] = []
         self._turned: float | None = None  # when the turn began; None while nobody waits
+        # Seconds without a request until memory is prepared; None where that is done, or failed
+        self._idle_s: float | None = IDLE_S
         self._thread = threading.Thread(target=self._run, name="lowbit-engine", daemon=True)
 
     def start(self) -> None:
@@ -186,19 +189,37 @@ class Stepper:
             if not self._running:
                 self._turned = None
             try:
-                wait_s = None if self.problem is None else RETRY_S
+                wait_s = self._idle_s if self.problem is None else RETRY_S
                 asked = self._asked.get(block=not self._running, timeout=wait_s)
             except Empty:
                 if self._running:
                     self._turned = time.monotonic()
                     return True
-                self._step()  # which may have come right
+                if self.problem is None:
+                    self._prepare()
+                else:
+                    self._step()  # which may have come right
                 continue
             if asked is None:
                 return False
-            self._turned = time.monotonic()
+            self._turned, self._idle_s = time.monotonic(), IDLE_S
             self._running.append(asked)
             del asked  # not kept while nobody asks
+
+    def _prepare(self) -> None:
+        """Prepare a piece of memory while nobody waits.
+
+        Whoever needs it meets a failure again.
+        """
+        self._idle_s = None
+        try:
+            if self._engine.prepare_memory():
+                self._idle_s = 0.0
+        except BaseException as error:
+            if (found := explained(error)) is None:
+                log.exception("memory for later prompts could not be prepared")
+            else:
+                log.warning("memory for later prompts could not be prepared: %s", found)
 
     def _step(self) -> None:
         """Run a step; the engine ends the requests of a step that fails."""

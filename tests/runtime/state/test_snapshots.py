@@ -63,9 +63,8 @@ def test_a_snapshot_is_a_copy_of_its_slot_alone(slots: DeltaSlots) -> None:
         assert not now[:, 2].any()
 
 
-def test_memory_is_taken_once_and_where_it_is_needed(
-    slots: DeltaSlots, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def taken_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the memory that snapshots allocate from now on."""
     taken: list[int] = []
     new = Snapshots._new_memory
 
@@ -74,7 +73,15 @@ def test_memory_is_taken_once_and_where_it_is_needed(
         return new(snapshots, size)
 
     monkeypatch.setattr(Snapshots, "_new_memory", noted)
+    return taken
+
+
+def test_memory_is_taken_once_and_where_it_is_needed(
+    slots: DeltaSlots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = taken_sizes(monkeypatch)
     snapshots = Snapshots(slots, 10**9, staged=False)
+    assert not snapshots.lacks_memory
     for number in (3, 3, 999_999_999, 3):
         snapshots.save(1, number)
     assert taken == [slots.slot_bytes] * 2
@@ -83,6 +90,7 @@ def test_memory_is_taken_once_and_where_it_is_needed(
 def test_a_model_without_linear_layers_has_none() -> None:
     snapshots = Snapshots(new_slots(None, 4, torch.bfloat16, "cpu"), 9, staged=True)
     assert (snapshots.count, snapshots.staged_bytes, snapshots.most_bytes) == (0, 0, 0)
+    assert not snapshots.lacks_memory
 
 
 @pytest.mark.parametrize("size", [1, LEAST_PIECE - 1, LEAST_PIECE, 51_511_296, 154_000_000])
@@ -204,6 +212,54 @@ def test_streams_may_run_in_any_order_that_events_allow(
             assert values(slots, 0) == {value, -value}
 
 
+@pytest.fixture
+def staged(slots: DeltaSlots, monkeypatch: pytest.MonkeyPatch) -> Snapshots:
+    """Snapshots of several pieces each, of which two may be ready."""
+    module = "lowbit.runtime.state.snapshots"
+    monkeypatch.setattr(f"{module}.LEAST_PIECE", 1 << 10)
+    monkeypatch.setattr(f"{module}.MOST_PIECE", 1 << 11)
+    monkeypatch.setattr(f"{module}.READY_BYTES", 2 * slots.slot_bytes)
+    Device(monkeypatch, random.Random(0))
+    found = Snapshots(slots, COUNT, staged=True)
+    assert len(found._sizes) > 2
+    return found
+
+
+def test_a_snapshot_takes_the_memory_that_is_ready(
+    slots: DeltaSlots, staged: Snapshots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = taken_sizes(monkeypatch)
+    while staged.lacks_memory:
+        staged.prepare()
+    assert taken == staged._sizes * 2
+    for number in range(2):
+        fill(slots, number, number + 1)
+        staged.save(number, number)
+    assert len(taken) == 2 * len(staged._sizes)
+    staged.prepare()
+    staged.save(0, 2)  # whose memory has one piece
+    assert taken == staged._sizes * 3
+    staged.save(1, 3)
+    assert taken == staged._sizes * 4
+    for number, value in enumerate((1, 2, 1, 2)):
+        staged.restore(number, 2)
+        assert values(slots, 2) == {value, -value}
+
+
+def test_no_more_memory_is_ready_than_all_snapshots_take(
+    staged: Snapshots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowbit.runtime.state.snapshots.READY_BYTES", 1 << 40)
+    taken = taken_sizes(monkeypatch)
+    staged.save(0, 4)
+    while staged.lacks_memory:
+        staged.prepare()
+    for number in range(COUNT):
+        staged.save(0, number)
+    assert taken == staged._sizes * COUNT
+    assert not staged.lacks_memory
+
+
 @pytest.mark.gpu
 def test_a_gpu_brings_back_what_many_steps_have_left() -> None:
     """States as large as those of a 4B, saved faster than the bus takes them; nothing is waited for
@@ -213,9 +269,13 @@ def test_a_gpu_brings_back_what_many_steps_have_left() -> None:
     snapshots = Snapshots(slots, COUNT, staged=True)
     assert snapshots.staged_bytes == 2 * slots.slot_bytes
     draw, now, saved = random.Random(1), dict.fromkeys(range(ROWS), 0), dict[int, int]()
+    for _ in range(2 * len(snapshots._sizes) + 1):  # of two, and a piece of the third
+        snapshots.prepare()
     for number in range(COUNT):
         snapshots.save(0, number)
         saved[number] = 0
+    assert all(piece.is_pinned() for pieces in snapshots._kept.values() for piece in pieces)
+    assert not snapshots._ready
     before = torch.cuda.get_sync_debug_mode()
     found = []
     try:

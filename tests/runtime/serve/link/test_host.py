@@ -5,6 +5,8 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -100,6 +102,48 @@ def test_answers_that_are_over_leave_nothing_behind(model: Model) -> None:
             for number in set(range(40)) - {3, 4}:
                 assert len(found[number]) == 2 + number % 3
             assert not connection.answers
+
+    asyncio.run(run())
+
+
+def test_memory_is_prepared_while_nobody_asks(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = SimpleQueue[bool]()
+
+    def prepare(_: Engine) -> bool:
+        prepared.put(more := prepared.qsize() % 3 < 2)
+        return more
+
+    def has_all(count: int) -> bool:
+        return prepared.qsize() == count
+
+    monkeypatch.setattr(Engine, "prepare_memory", prepare)
+
+    async def run() -> None:
+        async with open_host(model) as (_, here, messages):
+            for turn in range(1, 4):
+                await asyncio.to_thread(until, partial(has_all, 3 * turn))
+                here.send(asking(turn))
+                await ends(messages, {turn})
+
+    asyncio.run(run())
+
+
+def test_memory_that_cannot_be_prepared_ends_no_answer(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: Engine) -> bool:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Engine, "prepare_memory", fail)
+
+    async def run() -> None:
+        async with open_host(model) as (_, here, messages):
+            await asyncio.to_thread(until, lambda: "could not be prepared" in caplog.text)
+            here.send(asking(1))
+            found = await ends(messages, {1})
+            assert len(found[1]) == 3
 
     asyncio.run(run())
 
