@@ -19,7 +19,7 @@ from lowbit.formats.architectures.footprint import STAGED
 from lowbit.runtime.state.delta import DeltaSlots
 
 LEAST_PIECE, MOST_PIECE = 1 << 20, 8 << 20  # bytes; the larger takes 4 ms
-READY_BYTES = 1 << 30  # page-locked memory that waits for snapshots: ten turns of a 4B
+READY_BYTES = 2 << 30  # page-locked memory that waits for snapshots: 41 states of a 4B
 
 
 class Snapshots:
