@@ -239,7 +239,7 @@ def _in_rgb(image: "Image") -> "Image":
         white = Image.new("RGB", image.size, "white")
         white.paste(colors, mask=colors.getchannel("A"))
         return white
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")  # which copies it
 
 
 def _narrow_transparency(bits: int, image: "Image") -> None:
