@@ -32,6 +32,7 @@ from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.step_owner import StepOwner
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import Decoder
+from lowbit.runtime.state.changes import PrepareSnapshot
 from lowbit.runtime.state.sampling_params import SamplingParams, random_seed
 
 IMAGES_TURN_S = 0.02  # of waiting for images where nothing else is to be done
@@ -256,7 +257,9 @@ class Engine:
     def prepare_memory(self) -> bool:
         """Allocate a piece of the memory that later prompts will need; False if none is lacking."""
         with self._lock:
-            return self.runner.prepare_memory()
+            if lacks := self.runner.snapshots.lacks_memory:
+                self.runner.apply([PrepareSnapshot()])
+            return lacks
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -475,9 +478,8 @@ class Engine:
 
     def _fail(self, error: BaseException) -> None:
         """End the requests of a step that raised; all requests if the device cannot recover."""
-        found = explained(error) or LowbitError(
-            f"a step of the engine failed: {type(error).__name__}"
-        )
+        bug = LowbitError(f"a step of the engine failed: {type(error).__name__}")
+        found = explained(error) or bug
         try:
             self._recover(found)
         except Exception:  # of CUDA, whose device is lost: no request can go on

@@ -6,7 +6,7 @@ They are data, so whoever runs the steps may be elsewhere than the scheduler.
 from dataclasses import dataclass
 
 from lowbit.runtime.engine.sequence import Sequence
-from lowbit.runtime.state.changes import SaveSnapshot
+from lowbit.runtime.state.changes import PrepareSnapshot, SaveSnapshot
 from lowbit.runtime.state.host_rings import LogProbabilities
 
 CHUNK = 1024  # most tokens of a prompt that pass the layers together
@@ -43,4 +43,4 @@ class CloseRow:
     scores: LogProbabilities | None
 
 
-Change = OpenRow | SaveSnapshot | CloseRow
+Change = OpenRow | SaveSnapshot | PrepareSnapshot | CloseRow

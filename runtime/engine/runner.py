@@ -148,7 +148,7 @@ class Runner:
             match change:
                 case OpenRow():
                     self._open(change)
-                case changes.SaveSnapshot():
+                case changes.SaveSnapshot() | changes.PrepareSnapshot():
                     self._change(change)
                 case CloseRow(row, scores):
                     self.sampler.clear_row(row)
@@ -183,13 +183,6 @@ class Runner:
             work()
         else:
             self.crew.run(change, work)
-
-    def prepare_memory(self) -> bool:
-        """Allocate a piece of the memory that later prompts will need; False if none is lacking."""
-        if not self.snapshots.lacks_memory:
-            return False
-        self._change(changes.PrepareSnapshot())
-        return True
 
     def set_pages(self, row: int, pages: Numbers[int]) -> None:
         """Write the block table of a sequence, behind the steps under way."""

@@ -11,6 +11,7 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.models.dense import Dense
+from lowbit.runtime.state.snapshots import Snapshots
 
 if TYPE_CHECKING:
     pass
@@ -37,6 +38,17 @@ def ask(
     request = lowbit.Request(tuple(prompt), GREEDY, count, message_ends=ends, **more)
     handle = model.engine.submit(request)
     return list(handle), handle.reused
+
+
+def test_memory_for_later_prompts_is_prepared_as_long_as_it_lacks(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, lacks = load(), [False, True, True]
+    monkeypatch.setattr(Snapshots, "lacks_memory", property(lambda _: bool(lacks.pop())))
+    prepared: list[Snapshots] = []
+    monkeypatch.setattr(Snapshots, "prepare", lambda each: prepared.append(each))
+    assert [model.engine.prepare_memory() for _ in range(3)] == [True, True, False]
+    assert prepared == [model.engine.runner.snapshots] * 2
 
 
 def test_a_longer_prompt_reuses_the_cache_and_gives_the_same(load: Load) -> None:
