@@ -12,8 +12,9 @@ where it is not installed; without flashinfer it needs `-- --gdn-prefill-backend
 `first token` is of a new picture and a short text, `second turn` of the chat that goes on behind
 it, both alone: medians of some pictures after two that warm up. `clients` is the output tokens a
 second of so many clients with a screenshot each, and without any, the best of some rounds; a round
-before them warms up. Pictures are drawn anew in each run unless --seed is given. A line of JSON is
-printed for each figure as soon as it is there, a table at the end.
+before them warms up. Pictures are drawn anew in each run unless --seed is given. A server that is
+started here rests for a second first. A line of JSON is printed for each figure as soon as it is
+there, a table at the end.
 """
 
 import asyncio
@@ -57,6 +58,7 @@ NEXT_QUESTION = "Which color takes the largest part of it, and where is the brig
 READ = "Read the screenshot and say what the next line should be."
 TALK = "Tell a story about a boat and the people who live near the water."
 START_S = 240.0  # until a server must be there
+REST_S = 1.0  # of a server that has started: ours locks memory for states of chats meanwhile
 STOP_S = 30.0  # until one must have ended
 LAST_LINES = 20  # of a log, that are shown if a server does not start
 VLLM = {  # needs neither a network nor a compiler
@@ -303,6 +305,7 @@ def running(server: Started, url: str, start_s: float) -> Iterator[None]:
                 raise SystemExit(f"{last_lines(server.log)}\nthe server {ended}")
             time.sleep(0.2)
         print(f"the server started in {time.perf_counter() - begun:.0f} s", file=sys.stderr)
+        time.sleep(REST_S)
         yield
     finally:
         stop(process)
