@@ -265,6 +265,18 @@ class WgmmaLaunch:
         return 1024 + digits + self.part_steps * 8 + 16 + ring
 
 
+@cache
+def groups_of_step(bits: int, group_size: int) -> int:
+    """Sums, each with scales of its own, of a step of `wgmma` or of each half of one: 1, 2 or 4.
+
+    They are those of `gemv`, which knows of a step no more than that scales are shared by as many
+    columns as the largest power of two that divides the size of a group.
+    """
+    codec = CODECS[bits]
+    columns = codec.STEP_K // codec.ROWS
+    return columns // min(columns, group_size & -group_size)
+
+
 WGMMA_WARPS = 8
 MOST_OWN = 4  # parts of a program
 MOST_AHEAD = {16: 4, 32: 4, 64: 2}  # by tokens; more spill
@@ -294,12 +306,13 @@ def wgmma_launch(
     step_k = CODECS[bits].STEP_K
     deep = steps * step_k >= LEAST_DEEP[0] and tiles * steps << 10 >= LEAST_DEEP[1]
     halves = CODECS[bits].ROWS > 1  # each of which must end a group, as in `gemv`
-    if group_size % (256 if halves else step_k) != (128 if halves else 0):
+    if halves and group_size % 256 != 128:
         return None
     if tokens == 16 and not deep:
         return None
     each = -(-steps // parts)
-    ahead = min(1 if halves and tokens == 64 else MOST_AHEAD[tokens], each)  # more spill
+    lone = tokens == 64 and (halves or groups_of_step(bits, group_size) > 1)
+    ahead = min(1 if lone else MOST_AHEAD[tokens], each)  # more spill
     if not (halves and ahead == 1) and all(each % ahead for ahead in range(2, ahead + 1)):
         each = -(-each // 2) * 2
     ahead = _divisor(each, ahead)

@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.launch.device import run
-from lowbit.runtime.kernels.launch.linear import WgmmaLaunch
+from lowbit.runtime.kernels.launch.linear import WgmmaLaunch, groups_of_step
 from lowbit.runtime.kernels.linear.program import Digits, Packed, swizzled_digits
 from lowbit.runtime.kernels.linear.sums import (
     BIAS,
@@ -43,12 +43,21 @@ from lowbit.runtime.kernels.ptx.memory import (
     store16,
     wait_copies,
 )
-from lowbit.runtime.kernels.ptx.mma import as_float, as_word, threads, unpacked_scales, zeros
+from lowbit.runtime.kernels.ptx.mma import (
+    as_float,
+    as_word,
+    from_row,
+    threads,
+    unpacked_scales,
+    zeros,
+)
 from lowbit.runtime.kernels.ptx.wgmma import (
+    awaited,
     bulk_copy,
     descriptor,
     expect_bytes,
     init_barriers,
+    multiply_group,
     multiply_step,
     wait_bytes,
 )
@@ -58,6 +67,10 @@ MOST_REGISTERS = 255  # of a thread
 # Codes of 4 and 8 bits, by tokens, as measured: with fewer registers programs of the join find room
 # beside these, and begin when they end.
 REGISTERS = {16: 240, 32: 208, 64: 240}
+GROUPS_REGISTERS = 240  # where scales change within a step; 32 tokens with 208 serialize products
+# Tokens up to which a lane has registers for the sums of two groups, of which one is multiplied
+# while the other is scaled.
+TWO_SUMS = gl.constexpr(32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +83,7 @@ class WgmmaPlan:
     PARTS: int  # into which `gemv` splits K
     S: int  # steps of a part, those past K included
     JOINED: int  # sums of a tile, which the join adds
+    GROUPS: int  # sums of a step with scales of their own; see `groups_of_step`
     PAIRED: bool  # whether rows are those of gate and up in turn
     ADDED_ROWS: bool  # whether each token has its own row of what is added
     SHARED: int  # bytes of shared memory
@@ -83,9 +97,17 @@ def wgmma_plan(
     """Constants for 16, 32 or 64 tokens, in the parts of a lone token."""
     X = swizzled_digits(W.K, W.BITS, tokens, parts * launch.part_steps)
     return WgmmaPlan(
-        W, X, launch, parts, launch.part_steps, launch.slices, paired, added_rows,
+        W, X, launch, parts, launch.part_steps, launch.slices, groups_of_step(W.BITS, W.G), paired,
+        added_rows,
         SHARED=large_size(launch.shared_bytes(W.BITS, parts, tokens)),
     )  # fmt: skip
+
+
+def _registers(plan: WgmmaPlan) -> int:
+    """Most registers of a thread."""
+    if plan.W.CODEC.ROWS > 1:
+        return MOST_REGISTERS
+    return REGISTERS[plan.X.TOKENS] if plan.GROUPS == 1 else GROUPS_REGISTERS
 
 
 def wgmma(planes: Tensor, w: TiledLinear, plan: WgmmaPlan) -> Tensor:
@@ -108,7 +130,7 @@ def wgmma(planes: Tensor, w: TiledLinear, plan: WgmmaPlan) -> Tensor:
         turns,
         PLAN=plan,
         num_warps=4 * WARPGROUPS.value,
-        maxnreg=REGISTERS[tokens] if plan.W.CODEC.ROWS == 1 else MOST_REGISTERS,
+        maxnreg=_registers(plan),
         launch_pdl=True,
         enable_fp_fusion=True,
     )
@@ -188,7 +210,9 @@ def _wgmma_kernel(
                 for half in gl.static_range(ROWS):
                     raw = raw + (as_word(load_shared4(slot + lane * 4, 512 * LOADS + 128 * half)),)
                 _begin_step(slot, lane, then_words, then_scales, then_there, then_step, c, PLAN)
-                for half in gl.static_range(ROWS):
+                if PLAN.GROUPS > 1:
+                    low, top = _add_groups(low, top, loads, raw[0], here, own_units, c, PLAN)
+                for half in gl.static_range(ROWS if PLAN.GROUPS == 1 else 0):
                     d = multiply_step(
                         loads, here, half, 3 * TOKENS, W.BITS,
                         c * OWN * STEP_BYTES + half * HALF_BYTES,
@@ -246,6 +270,8 @@ def _begin_step(
 ):  # fmt: skip
     """Begin to copy 16 rows of the c-th step from `step` on: each lane what it will read itself.
 
+    Of a step's scales each of the four lanes of a row copies those of one group.
+
     words: at `step`; scales: of the first group.
     """
     W: gl.constexpr = PLAN.W
@@ -254,6 +280,7 @@ def _begin_step(
     ROW: gl.constexpr = PLAN.X.ROW
     ROWS: gl.constexpr = W.CODEC.ROWS
     LOADS: gl.constexpr = W.CODEC.LOADS
+    GROUPS: gl.constexpr = PLAN.GROUPS
     WHOLE: gl.constexpr = PLAN.X.STEPS == W.STEPS * ROWS  # no step is past K
     AT: gl.constexpr = FORWARD * W.CODEC.STEP_BYTES if WHOLE else 0
     if not WHOLE:
@@ -261,19 +288,68 @@ def _begin_step(
     for i in gl.static_range(LOADS):
         copy16_or_zeros(slot + lane * 16, words, there, 512 * i, AT + 512 * i)
     for half in gl.static_range(ROWS):
-        if WHOLE and PLAN.PARTS * STEP_K % W.G == 0:
+        if WHOLE and PLAN.PARTS * STEP_K % W.G == 0 and (GROUPS == 1 or STEP_K % W.G == 0):
             at_scales = scales + (step * STEP_K + half * ROW) // W.G * 32
+            if GROUPS > 1:
+                at_scales += lane % GROUPS * 32
             copy4(
                 slot + lane * 4, at_scales, FORWARD * STEP_K // W.G * 32,
                 512 * LOADS + 128 * half,
             )  # fmt: skip
         else:
             own = gl.minimum(step + FORWARD, W.STEPS - 1)
-            group = (own * STEP_K + half * ROW) // W.G
-            if half > 0:  # which may lie past K
+            first = own * STEP_K + half * ROW
+            if GROUPS > 1:
+                first += lane % GROUPS * (ROW // GROUPS)
+            group = first // W.G
+            if half > 0 or GROUPS > 1:  # which may lie past K
                 group = gl.minimum(group, W.GROUPS - 1)
             copy4(slot + lane * 4, scales + group * 32, 0, 512 * LOADS + 128 * half)
     commit_copies()
+
+
+@gluon.jit
+def _add_groups(
+    low, top, loads, raw, digits, units, c: gl.constexpr, PLAN: gl.constexpr
+):  # fmt: skip
+    """`low` and `top` with the c-th step from here on, whose groups have scales of their own.
+
+    raw: scales of the group whose number is that of the lane among the four of a row.
+    """
+    GROUPS: gl.constexpr = PLAN.GROUPS
+    TOKENS: gl.constexpr = PLAN.X.TOKENS
+    UNITS_AT: gl.constexpr = c * (PLAN.PARTS // PLAN.LAUNCH.slices) * (TOKENS * 4)
+    SCALES: gl.constexpr = PLAN.W.SCALES
+    EARLY: gl.constexpr = TOKENS <= TWO_SUMS
+    d = _multiply_group(loads, digits, c, 0, PLAN)
+    for i in gl.static_range(GROUPS):
+        then = d
+        if EARLY and i + 1 < GROUPS:
+            then = _multiply_group(loads, digits, c, i + 1, PLAN)
+        if EARLY:
+            d = awaited(d, 1 if i + 1 < GROUPS else 0)
+        scale = unpacked_scales(from_row(raw, i), SCALES)
+        low, top = _add_products(low, top, d, scale, units, UNITS_AT, TOKENS // 8)
+        if not EARLY and i + 1 < GROUPS:
+            then = _multiply_group(loads, digits, c, i + 1, PLAN)
+        d = then
+    return low, top
+
+
+@gluon.jit
+def _multiply_group(loads, digits, c: gl.constexpr, i: gl.constexpr, PLAN: gl.constexpr):
+    """Sums of the i-th group of the c-th step from here on; under way behind it, if few tokens."""
+    GROUPS: gl.constexpr = PLAN.GROUPS
+    BITS: gl.constexpr = PLAN.W.BITS
+    TOKENS: gl.constexpr = PLAN.X.TOKENS
+    K: gl.constexpr = PLAN.X.ROW // GROUPS
+    AT: gl.constexpr = c * (PLAN.PARTS // PLAN.LAUNCH.slices) * (3 * TOKENS * PLAN.X.ROW) + i * K
+    WAITS: gl.constexpr = TOKENS > TWO_SUMS
+    words = ()
+    for load in gl.static_range(len(loads)):
+        for j in gl.static_range(i * 4 // GROUPS, (i + 1) * 4 // GROUPS):
+            words = words + (loads[load][j],)
+    return multiply_group(words, digits, 3 * TOKENS, BITS, AT, K, WAITS)
 
 
 @gluon.jit

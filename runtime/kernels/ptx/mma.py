@@ -258,6 +258,13 @@ def from_lane(x, lane):
 
 
 @gluon.jit
+def from_row(word, LANE: gl.constexpr):
+    """The int32 of the LANE-th of the four lanes that share a row."""
+    CODE: gl.constexpr = f"shfl.sync.idx.b32 $0, $1, {LANE}, 0x1c1f, 0xffffffff;"
+    return inline(CODE, "=r,r", (word,))
+
+
+@gluon.jit
 def turned(word):
     """The transpose of an 8 x 8 matrix of BF16, whose rows lie in four lanes each."""
     return inline("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", (word,))

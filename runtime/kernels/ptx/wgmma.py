@@ -12,29 +12,35 @@ from lowbit.runtime.kernels.ptx.mma import inline
 
 
 @gluon.constexpr_function
-def product_code(columns, bits, offset):
+def product_code(columns, bits, offset, k=128, waits=True):
     """PTX of up to 128 k: unpack their words, multiply them with `columns` columns, wait.
 
     Outputs: columns / 2 words of sums, zero before. Inputs: words of a lane, of rows g, then of
     rows g + 8, but of 3 bits those of both rows from each load; and the matrix descriptor of the
     digits, which lie `offset` times 16 bytes on.
+
+    k: at most; less than a step has for 4 and 8 bits alone.
+    waits: else the products are under way behind it.
     """
-    count = columns // 2
-    words = [f"${count + i}" for i in range(_product_words(bits))]
+    count, given = columns // 2, _product_words(bits, k)
+    words = [f"${count + i}" for i in range(given)]
     sums = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
     lines = ["{", ".reg .b64 at;", ".reg .pred first, more;", ".reg .b32 a<16>;"]
     lines += ["setp.ne.b32 first, 0, 0;", "setp.ne.b32 more, 1, 0;"]
     products = []
     if bits == 4:
-        for q in range(4):
-            for half, word in enumerate((words[q], words[4 + q])):
+        each = given // 2
+        for q in range(each):
+            for half, word in enumerate((words[q], words[each + q])):
                 low = f"a{4 * q + half}"
                 lines.append(f"shl.b32 {low}, {word}, 4;")
                 lines.append(f"and.b32 {low}, {low}, 0xF0F0F0F0;")
                 lines.append(f"and.b32 a{4 * q + 2 + half}, {word}, 0xF0F0F0F0;")
             products.append([f"a{4 * q + i}" for i in range(4)])
     elif bits == 8:
-        products = [[words[i] for i in (2 * q, 2 * q + 4, 2 * q + 1, 2 * q + 5)] for q in range(2)]
+        each = given // 2
+        for q in range(each // 2):
+            products.append([words[2 * q + i] for i in (0, each, 1, each + 1)])
     else:
         lines.append(".reg .b32 t;")
         for i in range(16):  # registers of A of four products, two to a word
@@ -52,14 +58,16 @@ def product_code(columns, bits, offset):
             f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8 "
             f"{sums}, {{{', '.join(codes)}}}, at, {'more' if q else 'first'};"
         )
-    lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "}"]
-    return "\n".join(lines)
+    lines.append("wgmma.commit_group.sync.aligned;")
+    if waits:
+        lines.append("wgmma.wait_group.sync.aligned 0;")
+    return "\n".join([*lines, "}"])
 
 
 @gluon.constexpr_function
-def _product_words(bits):
+def _product_words(bits, k=128):
     """Words that a product code is given, of two rows."""
-    return {2: 4, 3: 6, 4: 8, 8: 8}[bits]
+    return min({2: 4, 3: 6, 4: 8, 8: 8}[bits], k * bits // 64)
 
 
 @gluon.constexpr_function
@@ -76,9 +84,9 @@ def _three_bits(words, n, target):
 
 
 @gluon.constexpr_function
-def _constraints(columns, bits):
+def _constraints(columns, words):
     """Constraints of `product_code`: sums must not lie where codes are still read."""
-    return ",".join(["=&r"] * (columns // 2) + ["r"] * _product_words(bits) + ["l"])
+    return ",".join(["=&r"] * (columns // 2) + ["r"] * words + ["l"])
 
 
 @gluon.constexpr_function
@@ -101,8 +109,40 @@ def multiply_step(
         for i in gl.static_range(EACH):
             words = words + (loads[load][half * EACH + i],)
     return gl.inline_asm_elementwise(
-        product_code(COLUMNS, BITS, AT // 16), _constraints(COLUMNS, BITS), words + (digits,),
+        product_code(COLUMNS, BITS, AT // 16), _constraints(COLUMNS, len(words)), words + (digits,),
         dtype=_words(COLUMNS // 2), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def multiply_group(
+    words, digits, COLUMNS: gl.constexpr, BITS: gl.constexpr, AT: gl.constexpr, K: gl.constexpr,
+    WAITS: gl.constexpr,
+):  # fmt: skip
+    """`multiply_step` of K columns of a step of 4 or 8 bits.
+
+    Unless it WAITS, the products are under way behind it; see `awaited`.
+
+    words: of rows g, then of rows g + 8.
+    """
+    return gl.inline_asm_elementwise(
+        product_code(COLUMNS, BITS, AT // 16, K, WAITS), _constraints(COLUMNS, len(words)),
+        words + (digits,), dtype=_words(COLUMNS // 2), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _awaited_constraints(count):
+    return ",".join(["=r"] * count + [str(i) for i in range(count)])
+
+
+@gluon.jit
+def awaited(sums, OPEN: gl.constexpr):
+    """The sums of `multiply_group` when all products but the last OPEN groups are done."""
+    CODE: gl.constexpr = f"wgmma.wait_group.sync.aligned {OPEN};"
+    return gl.inline_asm_elementwise(
+        CODE, _awaited_constraints(len(sums)), sums,
+        dtype=_words(len(sums)), is_pure=False, pack=1,
     )  # fmt: skip
 
 

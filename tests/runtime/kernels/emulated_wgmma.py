@@ -41,15 +41,43 @@ def codes_of(loads: Any, q: int, bits: int) -> list[Any]:
 def leaves_of_wgmma(memory: Any, programs: int) -> dict[str, Callable[..., Any]]:
     """By name, in place of the functions of that module."""
 
+    under_way: list[tuple[Any, Any]] = []  # products: what stands for their sums, and these
+
     def descriptor(address: Any, row: int) -> Lanes:
         return lanes(np.asarray(address, LONG) >> 4 | row << ROW_AT)
 
     def multiply_step(
         loads: Any, digits: Any, half: int, columns: int, bits: int, at: int
     ) -> tuple[Lanes, ...]:
-        digits = np.asarray(digits, LONG)
-        row_bytes = int(digits.flat[0]) >> ROW_AT
-        shape = np.shape(loads[0][0])
+        count = row_of(digits) // 32
+        codes = [codes_of(loads, half * count + q, bits) for q in range(count)]
+        return multiply(codes, digits, columns, at)
+
+    def multiply_group(
+        words: Any, digits: Any, columns: int, bits: int, at: int, k: int, waits: bool
+    ) -> tuple[Lanes, ...]:
+        loads = words[: len(words) // 2], words[len(words) // 2 :]
+        codes = [codes_of(loads, q, bits) for q in range(k // 32)]
+        sums = multiply(codes, digits, columns, at)
+        if waits:
+            return sums
+        unknown = tuple(lanes(np.full(x.shape, 0x7FC0A5C1, INT)) for x in sums)
+        under_way.append((unknown, sums))
+        return unknown
+
+    def awaited(sums: Any, still_open: int) -> tuple[Lanes, ...]:
+        done = under_way[: len(under_way) - still_open]
+        assert done, "nothing is done"
+        assert done[0][0] is sums, "other sums"
+        return under_way.pop(0)[1]
+
+    def row_of(digits: Any) -> int:
+        return int(np.asarray(digits, LONG).flat[0]) >> ROW_AT
+
+    def multiply(codes: Any, digits: Any, columns: int, at: int) -> tuple[Lanes, ...]:
+        row_bytes, shape = row_of(digits), np.shape(codes[0][0])
+        digits, first_chunk = np.asarray(digits, LONG), at % row_bytes // 16
+        at -= at % row_bytes
         base = np.broadcast_to((digits & ((1 << ROW_AT) - 1)) * 16 + at, shape)
         g, t = np.arange(32) // 4, np.arange(32) % 4
         sums: list[Lanes] = []
@@ -57,12 +85,12 @@ def leaves_of_wgmma(memory: Any, programs: int) -> dict[str, Callable[..., Any]]
             row = first + g
             turned = row % 8 if row_bytes == 128 else row // 2 % 4
             d: Any = (lanes(np.zeros(shape, INT)),) * 4
-            for q in range(row_bytes // 32):
+            for q, a in enumerate(codes):
+                chunks = [first_chunk + 2 * q + i ^ turned for i in range(2)]
                 b = [
-                    memory.load(base + row * row_bytes + (2 * q + i ^ turned) * 16 + 4 * t, 1, True)
-                    for i in range(2)
+                    memory.load(base + row * row_bytes + chunk * 16 + 4 * t, 1, True)
+                    for chunk in chunks
                 ]
-                a = codes_of(loads, half * (row_bytes // 32) + q, bits)
                 d = integer_mma(d, a[0], a[1], a[2], a[3], b[0][0], b[1][0])
             sums += d
         return tuple(sums)
@@ -78,6 +106,8 @@ def leaves_of_wgmma(memory: Any, programs: int) -> dict[str, Callable[..., Any]]
     return {
         "descriptor": descriptor,
         "multiply_step": multiply_step,
+        "multiply_group": multiply_group,
+        "awaited": awaited,
         "bulk_copy": bulk_copy,
         "init_barriers": lambda *given: None,
         "expect_bytes": lambda *given: None,

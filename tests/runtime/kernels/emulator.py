@@ -463,6 +463,7 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         ),
         "across": lambda x, distance: lanes(x[..., np.arange(32) ^ distance]),
         "from_lane": from_lane,
+        "from_row": lambda x, lane: lanes(x[..., np.arange(32) // 4 * 4 + lane]),
         "stream16_if": stream_if(4),
         "stream8_if": stream_if(2),
         "stream8_or_any": stream_if(2, ANYTHING),

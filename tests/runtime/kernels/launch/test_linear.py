@@ -16,6 +16,7 @@ from lowbit.runtime.kernels.launch.linear import (
     gemm_share,
     gemv_int8_launch,
     gemv_launch,
+    groups_of_step,
     measured,
     several_measured,
     wgmma_launch,
@@ -185,16 +186,35 @@ def test_programs_of_wgmma_have_whole_parts_of_all_steps_in_shared_memory(tokens
         assert launch.shared_bytes(bits, parts, tokens) <= 226 * KB
 
 
-def test_wgmma_takes_no_groups_that_end_inside_a_step() -> None:
-    assert wgmma_launch(4, 1536, 32, 128, 64, 4) is not None
-    assert wgmma_launch(4, 1536, 32, 64, 64, 4) is None
-    assert wgmma_launch(8, 1536, 64, 64, 64, 4) is not None
-    assert wgmma_launch(8, 1536, 64, 96, 64, 4) is None
+def test_wgmma_takes_the_groups_that_it_sums_as_a_lone_token_does() -> None:
+    for bits, group_size in itertools.product((4, 8), (32, 64, 96, 128, 192, 256)):
+        assert wgmma_launch(bits, 1536, 8 * bits, group_size, 64, 4) is not None
     for bits in (2, 3):  # each half of a step is a group of its own, as in `gemv`
         assert wgmma_launch(bits, 1536, 16, 128, 64, 4) is not None
         assert wgmma_launch(bits, 1536, 16, 384, 64, 4) is not None
         for group_size in (64, 256, 512):
             assert wgmma_launch(bits, 1536, 16, group_size, 64, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("bits", "groups"),
+    [
+        (2, {64: 2, 128: 1, 256: 1, 384: 1}),
+        (4, {32: 4, 64: 2, 96: 4, 128: 1, 192: 2, 4096: 1}),
+        (8, {32: 2, 64: 1, 96: 2, 192: 1}),
+    ],
+)
+def test_sums_of_a_step_have_columns_that_surely_share_a_scale(
+    bits: int, groups: dict[int, int]
+) -> None:
+    assert {size: groups_of_step(bits, size) for size in groups} == groups
+
+
+def test_64_tokens_in_groups_within_a_step_have_registers_for_one_step_ahead() -> None:
+    for group_size, ahead in ((32, 1), (64, 1), (192, 1), (128, 2)):
+        launch = wgmma_launch(4, 1536, 32, group_size, 64, 4)
+        assert launch is not None
+        assert launch.ahead == ahead
 
 
 @pytest.mark.parametrize(

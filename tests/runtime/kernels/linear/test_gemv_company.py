@@ -14,9 +14,10 @@ from torch import Tensor
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.launch import choose
+from lowbit.runtime.kernels.launch.device import card_of
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, gemv_launch
 from lowbit.runtime.kernels.linear.dense import dense_gemv
-from lowbit.runtime.kernels.linear.gemv import gemv
+from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
 from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.thresholds import EXACT_TOKENS
@@ -53,9 +54,11 @@ class Case:
     heads: int = 0
     scales: torch.dtype = BF16
     dtype: torch.dtype = BF16
+    positive: bool = False  # scales
 
     def __str__(self) -> str:
-        return f"INT{self.bits}-N{self.N}-K{self.K}-G{self.G}"
+        sign = "-positive" if self.positive else ""
+        return f"INT{self.bits}-N{self.N}-K{self.K}-G{self.G}{sign}"
 
 
 CASES = [
@@ -98,6 +101,28 @@ CASES = [
     Case(2, 24576, 4096, paired=True, norm=BF16),
     Case(2, 2560, 4096, 256, added=MOST, heads=32),
     Case(2, 33, 768, 768, scales=FP32),
+]
+
+
+# On Hopper `wgmma` takes 17 tokens of them and more.
+WITHIN_STEPS = [
+    *(
+        Case(bits, N, K, G, paired, norm, added, positive=positive)
+        for bits, G in ((4, 64), (4, 32), (8, 32))
+        for N, K, paired, norm, added in (
+            (6144, 4096, False, BF16, 0),
+            (4096, 4096, False, None, MOST),
+            (24576, 4096, True, BF16, 0),
+            (4096, 12288, False, None, MOST),
+        )
+        for positive in (False, True)
+    ),
+    Case(4, 4099, 4096, 64, added=1, scales=FP16),
+    Case(4, 2050, 4192, 32, norm=FP32, dtype=FP32),
+    Case(4, 1048, 4032, 192, added=MOST),
+    Case(4, 1000, 4128, 96, norm=BF16),
+    Case(8, 1000, 4192, 32, norm=BF16, added=MOST),
+    Case(8, 33, 2208, 32, paired=False, scales=FP16),
 ]
 
 
@@ -167,8 +192,13 @@ def check(compute: Compute, most: int, device: torch.device) -> None:
         assert torch.equal(compute(tokens), alone[tokens]), tokens
 
 
-def computation(case: Case, make_tiled: MakeTiled, randn: Randn, x: Tensor) -> Compute:
+def weight_of(case: Case, make_tiled: MakeTiled) -> TiledLinear:
     w = make_tiled(case.bits, case.N, case.K, case.G, case.paired, case.scales)
+    return replace(w, scales=w.scales.abs()) if case.positive else w
+
+
+def computation(case: Case, make_tiled: MakeTiled, randn: Randn, x: Tensor) -> Compute:
+    w = weight_of(case, make_tiled)
     norm = None if case.norm is None else (1 + 0.3 * randn(case.K)).to(case.norm)
     added = randn(case.added, case.N) if case.added else None
     squares = None
@@ -192,6 +222,19 @@ def computation(case: Case, make_tiled: MakeTiled, randn: Randn, x: Tensor) -> C
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_packed(case: Case, make_tiled: MakeTiled, randn: Randn) -> None:
     check_packed(case, make_tiled, randn)
+
+
+@pytest.mark.parametrize("case", WITHIN_STEPS, ids=str)
+def test_scales_that_change_within_a_step(case: Case, make_tiled: MakeTiled, randn: Randn) -> None:
+    check_packed(case, make_tiled, randn)
+    w, x = weight_of(case, make_tiled), randn(MOST, case.K)
+    card = card_of(x)
+    for tokens in (17, 32, 33, MOST) if card.is_hopper else ():
+        assert choose.choose(w, tokens, card).way == "wgmma"
+    plain = replace(w, paired=False) if case.paired else w  # whose rows are gate and up in turn
+    found = gemv(x, plain, dtype=FP32).double()
+    expected = gemv_ref(x, plain)
+    assert float((found - expected).norm() / expected.norm()) < 2.0**-21  # measured: 2^-24
 
 
 @pytest.mark.parametrize("way", ["staged", "given", "rounds", "pairs", "split", "shared"])

@@ -128,21 +128,27 @@ def test_warps_hold_the_fragments_of_wgmma(make_packed: MakePacked, bits: int, G
             assert torch.equal(found, torch.stack([weight[rows, k], weight[rows, k + 1]]).double())
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_a_warp_multiplies_codes_in_the_order_of_digits(make_packed: MakePacked, bits: int) -> None:
-    """A's fragment of 32 k of bytes: words of rows g, g + 8, then both again, of 16 k more."""
+@pytest.mark.parametrize(("bits", "sums"), [(2, 1), (3, 1), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2)])
+def test_a_warp_multiplies_codes_in_the_order_of_digits(
+    make_packed: MakePacked, bits: int, sums: int
+) -> None:
+    """A's fragment of 32 k of bytes: words of rows g, g + 8, then both again, of 16 k more.
+
+    sums: of each row of digits.
+    """
     w = make_packed(bits, 16, 512, 128)
     t, codes = tiled(w), unpack(w.codes, bits, 512).cpu()
     order = (0, 4, 1, 5, 2, 6, 3, 7) if bits <= 4 else (0, 2, 1, 3, 4, 6, 5, 7)
     step_k, columns = CODECS[bits].STEP_K, 24
-    row_k = step_k // CODECS[bits].ROWS
+    row_k = step_k // CODECS[bits].ROWS // sums
     g, lane = torch.arange(LANES) // 4, torch.arange(LANES) % 4
     for first in range(0, 512, row_k):
         step, inside = divmod(first, step_k)
-        each = 4 // CODECS[bits].ROWS  # words of a row
+        each = 4 // CODECS[bits].ROWS // sums  # words of a row
         loads = t.words[0, step].reshape(-1, LANES, 4).cpu()[..., inside // row_k * each :]
         inputs = [load[:, i] for load in loads for i in range(each)] + [torch.zeros(LANES)]
-        registers, products = run(product_code(columns, bits, 0), columns // 2, inputs)
+        code = product_code(columns, bits, 0, row_k)
+        registers, products = run(code, columns // 2, inputs)
         assert len(products) == row_k // 32
         for q, product in enumerate(products):
             names = re.findall(r"\{([^}]*)\}", product)[1].replace(" ", "").split(",")

@@ -1,6 +1,7 @@
 """Products on Hopper's warpgroups, emulated: a token has the bits that it has alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.kernels.launch.card import H200
+from lowbit.runtime.kernels.launch.choose import choose
 from lowbit.runtime.kernels.linear import digits as digits_module
 from lowbit.runtime.kernels.linear import gemv as gemv_module
 from lowbit.runtime.kernels.linear import wgmma as wgmma_module
@@ -48,6 +50,12 @@ def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         # Tails of rows, steps and parts; half of a step.
         (3, 200, 2176, 128, torch.float16),
         pytest.param(4, 200, 2176, 128, torch.float16, marks=kernels),
+        # Groups within a step; tails of K and of the last of them.
+        (4, 72, 1024, 64, torch.bfloat16),
+        (4, 200, 1120, 32, torch.float16),
+        (8, 72, 608, 32, torch.bfloat16),
+        pytest.param(4, 144, 2304, 192, torch.bfloat16, marks=kernels),
+        pytest.param(4, 144, 1056, 96, torch.bfloat16, marks=kernels),
         # A group over several steps.
         *((bits, 72, 1280, 640, torch.bfloat16) for bits in (2, 8)),
     ],
@@ -71,6 +79,11 @@ def test_a_token_has_its_bits_in_any_company(
     alone = torch.cat([compute(slice(i, i + 1)) for i in ALONE.tolist()])
     expected = gemv_ref(x, w, norm=norm, eps=EPS, added=residual)[ALONE]
     assert float((alone.double() - expected).norm() / expected.norm()) < 5e-3  # x * gain rounded
+    launches.clear()
+    sixteen = replace(choose(w, 17, H200), room=16)  # which small weights leave to `gemv`
+    one_block = gemv(x[:16], w, sixteen, norm, None, EPS, residual[:16], torch.float32)
+    assert torch.equal(one_block[ALONE[ALONE < 16]], alone[ALONE < 16])
+    assert launches == ["_digits_kernel", "_wgmma_kernel", "gemv_join_kernel"]
     launches.clear()
     for count in (17, 33, MOST):
         inside = count > ALONE
