@@ -211,7 +211,7 @@ def _wgmma_kernel(
                     raw = raw + (as_word(load_shared4(slot + lane * 4, 512 * LOADS + 128 * half)),)
                 _begin_step(slot, lane, then_words, then_scales, then_there, then_step, c, PLAN)
                 if PLAN.GROUPS > 1:
-                    low, top = _add_groups(low, top, loads, raw[0], here, own_units, c, PLAN)
+                    low, top = _add_groups(low, top, loads, raw, here, own_units, c, PLAN)
                 for half in gl.static_range(ROWS if PLAN.GROUPS == 1 else 0):
                     d = multiply_step(
                         loads, here, half, 3 * TOKENS, W.BITS,
@@ -314,7 +314,7 @@ def _add_groups(
 ):  # fmt: skip
     """`low` and `top` with the c-th step from here on, whose groups have scales of their own.
 
-    raw: scales of the group whose number is that of the lane among the four of a row.
+    raw: of one, scales of the group whose number is that of the lane among the four of a row.
     """
     GROUPS: gl.constexpr = PLAN.GROUPS
     TOKENS: gl.constexpr = PLAN.X.TOKENS
@@ -328,7 +328,7 @@ def _add_groups(
             then = _multiply_group(loads, digits, c, i + 1, PLAN)
         if EARLY:
             d = awaited(d, 1 if i + 1 < GROUPS else 0)
-        scale = unpacked_scales(from_row(raw, i), SCALES)
+        scale = unpacked_scales(from_row(raw[0], i), SCALES)
         low, top = _add_products(low, top, d, scale, units, UNITS_AT, TOKENS // 8)
         if not EARLY and i + 1 < GROUPS:
             then = _multiply_group(loads, digits, c, i + 1, PLAN)

@@ -42,6 +42,8 @@ def linears_of_models(full: bool) -> Iterator[str]:
     for tokens in (2, 4, 8, 16, 32, 64) if full else (4, 16, 32):
         yield from linears("8B", 4, tokens)
     if full:
+        for (bits, G), tokens in itertools.product(((4, 64), (4, 32), (8, 32)), (16, 32, 64)):
+            yield from linears("8B", bits, tokens, G=G)
         yield from linears("0.6B", 8, 64)
         for tokens in (4, 16):
             yield from linears("0.6B", 8, tokens)
@@ -73,14 +75,15 @@ def in_eight_bits(full: bool) -> Iterator[str]:
 
 
 def linears(
-    model: str, bits: int, tokens: int, activations: Activations = "exact"
+    model: str, bits: int, tokens: int, activations: Activations = "exact", G: int = 128
 ) -> Iterator[str]:
     """Every linear of a model."""
     from lowbit.runtime.backends import cuda
 
     hidden, inner, qkv, heads = MODELS[model]
     label = f"{model} INT{bits} B{tokens}" + ("" if activations == "exact" else " int8")
-    made = partial(weight, activations=activations)
+    label += "" if G == 128 else f" G{G}"
+    made = partial(weight, G=G, activations=activations)
     x, gain = zeros(tokens, hidden), zeros(hidden)
     cuda.product(x, made(bits, qkv, hidden), norm=gain, eps=EPS)
     yield f"qkv {label}"
