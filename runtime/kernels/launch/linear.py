@@ -311,9 +311,9 @@ def wgmma_launch(
     if tokens == 16 and not deep:
         return None
     each = -(-steps // parts)
-    lone = tokens == 64 and (halves or groups_of_step(bits, group_size) > 1)
-    ahead = min(1 if lone else MOST_AHEAD[tokens], each)  # more spill
-    if not (halves and ahead == 1) and all(each % ahead for ahead in range(2, ahead + 1)):
+    cut = halves or groups_of_step(bits, group_size) > 1  # into several sums a step
+    ahead = min(1 if cut and tokens == 64 else MOST_AHEAD[tokens], each)  # more spill
+    if not (cut and ahead == 1) and all(each % ahead for ahead in range(2, ahead + 1)):
         each = -(-each // 2) * 2
     ahead = _divisor(each, ahead)
     blocks = -(-tiles // 4)

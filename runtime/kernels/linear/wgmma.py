@@ -7,7 +7,8 @@ Bytes   N*K*bits/8 + 2*N*K/G, and 4*N*tokens written for each slice
 Plan    `slices` programs share rows; each has some of the parts into which `gemv` splits K. A
         program copies their digits into shared memory once, in bulk, and multiplies all its rows
         with them: 3 * tokens columns of one wgmma. Each lane copies the words that it needs itself
-        into a ring of its own, so warps meet nowhere but in the products
+        into a ring of its own, so warps meet nowhere but in the products. Groups smaller than a
+        step have sums of their own: of few tokens one is scaled while the next is multiplied
 Bits    integer sums are exact; scales multiply them in the order of k, and parts are added as
         `tree_sum` adds them: a token has the bits that it has alone
 """

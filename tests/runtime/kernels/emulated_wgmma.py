@@ -41,7 +41,7 @@ def codes_of(loads: Any, q: int, bits: int) -> list[Any]:
 def leaves_of_wgmma(memory: Any, programs: int) -> dict[str, Callable[..., Any]]:
     """By name, in place of the functions of that module."""
 
-    under_way: list[tuple[Any, tuple[Lanes, ...]]] = []  # products: what stands for their sums, and these
+    under_way: list[tuple[Any, tuple[Lanes, ...]]] = []  # what stands for sums, and these
 
     def descriptor(address: Any, row: int) -> Lanes:
         return lanes(np.asarray(address, LONG) >> 4 | row << ROW_AT)

@@ -215,6 +215,9 @@ def test_64_tokens_in_groups_within_a_step_have_registers_for_one_step_ahead() -
         launch = wgmma_launch(4, 1536, 32, group_size, 64, 4)
         assert launch is not None
         assert launch.ahead == ahead
+    odd = wgmma_launch(4, 1536, 12, 64, 64, 4)
+    assert odd is not None
+    assert odd.part_steps == 3
 
 
 @pytest.mark.parametrize(
