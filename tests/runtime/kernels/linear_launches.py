@@ -42,7 +42,7 @@ def linears_of_models(full: bool) -> Iterator[str]:
     for tokens in (2, 4, 8, 16, 32, 64) if full else (4, 16, 32):
         yield from linears("8B", 4, tokens)
     if full:
-        for (bits, G), tokens in itertools.product(((4, 64), (4, 32), (8, 32)), (16, 32, 64)):
+        for bits, G, tokens in ((4, 64, 16), (4, 64, 32), (4, 64, 64), (4, 32, 64), (8, 32, 64)):
             yield from linears("8B", bits, tokens, G=G)
         yield from linears("0.6B", 8, 64)
         for tokens in (4, 16):
@@ -94,7 +94,7 @@ def linears(
     cuda.product(zeros(tokens, inner), made(bits, hidden, inner), added=x)
     yield f"down {label}"
     if bits == 8 and activations == "exact":
-        cuda.product(x, weight(8, VOCABULARY, hidden), norm=gain, eps=EPS, logits=True)
+        cuda.product(x, made(8, VOCABULARY, hidden), norm=gain, eps=EPS, logits=True)
         yield f"head {label}"
 
 
