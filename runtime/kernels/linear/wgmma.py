@@ -315,7 +315,7 @@ def _add_groups(
 ):  # fmt: skip
     """`low` and `top` with the c-th step from here on, whose groups have scales of their own.
 
-    raw: of one, scales of the group whose number is that of the lane among the four of a row.
+    raw: a word of scales, of the group whose number is that of the lane among the four of a row.
     """
     GROUPS: gl.constexpr = PLAN.GROUPS
     TOKENS: gl.constexpr = PLAN.X.TOKENS
