@@ -14,9 +14,10 @@ Plan    Chunks begin at each sequence's first token; its state comes from one sl
         and head; `chunk` computes all that does not need S, a program per chunk and value head;
         `scan` carries S through the chunks, a program per value head, some columns of S, and
         sequence; `gated_norm` ends the layer and moves the windows. Between them everything is
-        FP32, and a product is three TF32 ones. Tokens past the end have k = v = beta = g = 0, which
-        leaves S as it is. Starts and end are read from the step's tensors (`sequences`); M rows may
-        have padding behind the end, which no state sees
+        FP32, and a product is three of BF16, which take 16 bits of each number: S errs by some 6e-6
+        of its norm. Tokens past the end have k = v = beta = g = 0, which leaves S as it is. Starts
+        and end are read from the step's tensors (`sequences`); M rows may have padding behind the
+        end, which no state sees
 Bits    of a sequence, its state and window, are those that it has alone
 """
 
@@ -29,8 +30,8 @@ from lowbit.runtime.kernels.delta.heads import gates
 from lowbit.runtime.kernels.delta.out import gated_norm
 from lowbit.runtime.kernels.delta.program import L2_EPS, sizes_of
 from lowbit.runtime.kernels.delta.sequences import chunk_of, chunks_before, sequence_of
-from lowbit.runtime.kernels.launch.delta import BLOCK_K, BLOCK_M, BLOCK_V, CHUNK
-from lowbit.runtime.kernels.launch.device import run
+from lowbit.runtime.kernels.launch.delta import BLOCK_K, BLOCK_M, CHUNK, scan_launch
+from lowbit.runtime.kernels.launch.device import card_of, run
 from lowbit.runtime.state.delta import LayerStates
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.layers import DeltaLayer
@@ -97,7 +98,7 @@ def _mix_kernel(
 
 
 @triton.jit
-def _inverse(A, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _inverse(A, SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
     """(I + A)^-1 of a strictly lower triangular A of four blocks a side.
 
     Blocks on the diagonal row by row, all at once: sums of powers of A would cancel where keys
@@ -119,16 +120,17 @@ def _inverse(A, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     B = tl.reshape(tl.where(diagonal, B[:, :, None, :], 0.0), [SIZE, SIZE])
     at, across = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     below = tl.where(at // BLOCK > across // BLOCK, A, 0.0)
-    N = tl.dot(B, below, input_precision="tf32x3")
+    N = tl.dot(B, below, input_precision=PRECISION)
     X = tl.where(at == across, 1.0, 0.0) - N
-    X += tl.dot(X, tl.dot(N, N, input_precision="tf32x3"), input_precision="tf32x3")
-    return tl.dot(X, B, input_precision="tf32x3")
+    X += tl.dot(X, tl.dot(N, N, input_precision=PRECISION), input_precision=PRECISION)
+    return tl.dot(X, B, input_precision=PRECISION)
 
 
 @triton.jit
 def _chunk_kernel(
     mixed_ptr, ba_ptr, decay_ptr, dt_bias_ptr, inverse_ptr, scores_ptr, steps_ptr, starts_ptr,
     SIZES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, SEQUENCES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """T, D * (q . k^T), and beta, exp(G) and exp(G[-1] - G) of each token of a chunk and head."""
     Hk: tl.constexpr = SIZES.Hk
@@ -161,22 +163,22 @@ def _chunk_kernel(
         offs_k = start + tl.arange(0, BLOCK_K)[None, :]
         q = tl.load(row + offs_k, mask=inside[:, None], other=0.0)  # [CHUNK, BLOCK_K]
         k = tl.load(row + Hk * Dk + offs_k, mask=inside[:, None], other=0.0)
-        k_k = tl.dot(k, tl.trans(k), k_k, input_precision="tf32x3")
-        q_k = tl.dot(q, tl.trans(k), q_k, input_precision="tf32x3")
+        k_k = tl.dot(k, tl.trans(k), k_k, input_precision=PRECISION)
+        q_k = tl.dot(q, tl.trans(k), q_k, input_precision=PRECISION)
     square = part[:, None] * CHUNK + offs_t[None, :]
     lower = offs_t[:, None] >= offs_t[None, :]
     gap = (G[:, None] - G[None, :]).to(tl.float32)
     D = tl.exp(tl.where(lower, gap, float("-inf")))  # masked first: above it would overflow
     tl.store(scores_ptr + square, q_k * D)
     A = tl.where(offs_t[:, None] > offs_t[None, :], k_k * D * beta[:, None], 0.0)
-    tl.store(inverse_ptr + square, _inverse(A, CHUNK, CHUNK // 4))
+    tl.store(inverse_ptr + square, _inverse(A, CHUNK, CHUNK // 4, PRECISION))
 
 
 @triton.jit(do_not_specialize=["chunks"])
 def _scan_kernel(
     mixed_ptr, inverse_ptr, scores_ptr, steps_ptr, memory_ptr, read_ptr, write_ptr, o_ptr,
     starts_ptr, chunks, SIZES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
-    SEQUENCES: tl.constexpr,
+    SEQUENCES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """S of a value head through all chunks of a sequence, some columns of it, and their o.
 
@@ -221,15 +223,15 @@ def _scan_kernel(
 
         k = tl.load(keys + Hk * Dk, mask=inside, other=0.0)  # [CHUNK, Dk]
         v = tl.load(values, mask=inside, other=0.0)  # [CHUNK, BLOCK_V]
-        new = beta * (v - fade * tl.dot(k, S, input_precision="tf32x3"))
-        new = tl.dot(tl.load(inverse_ptr + square), new, input_precision="tf32x3")
+        new = beta * (v - fade * tl.dot(k, S, input_precision=PRECISION))
+        new = tl.dot(tl.load(inverse_ptr + square), new, input_precision=PRECISION)
         q = tl.load(keys, mask=inside, other=0.0)
-        o = fade * tl.dot(q, S, input_precision="tf32x3")
-        o += tl.dot(tl.load(scores_ptr + square), new, input_precision="tf32x3")
+        o = fade * tl.dot(q, S, input_precision=PRECISION)
+        o += tl.dot(tl.load(scores_ptr + square), new, input_precision=PRECISION)
         tl.store(o_ptr + (tokens[:, None] * Hv + head) * Dv + offs_v[None, :], o, mask=inside)
         S *= tl.load(steps_ptr + (first + CHUNK - 1) * 3 + 1)
         k = tl.load(keys + Hk * Dk, mask=inside, other=0.0)  # loaded again: kept, it would spill
-        S += tl.dot(tl.trans(k), rest * new, input_precision="tf32x3")
+        S += tl.dot(tl.trans(k), rest * new, input_precision=PRECISION)
     if SEQUENCES > 1:
         write_ptr += tl.load(starts_ptr + number)  # loaded again: kept, it would spill
     target = tl.load(write_ptr + M - 1).to(tl.int64)
@@ -266,7 +268,13 @@ def delta_prefill(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+    launch = scan_launch(B, Dv, card_of(qkvz))
+    options = {
+        "PRECISION": launch.precision,
+        "num_warps": 4,
+        "num_stages": launch.stages,
+        "enable_fp_fusion": True,
+    }
     run(
         _chunk_kernel,
         (chunks, Hv),
@@ -277,15 +285,14 @@ def delta_prefill(
         SEQUENCES=B,
         **options,
     )
-    block_v = min(BLOCK_V, Dv)
     run(
         _scan_kernel,
-        (Hv, Dv // block_v, B),
+        (Hv, Dv // launch.columns, B),
         *(mixed, inverse, scores, steps, states.memory, step.read, step.write, o),
         *(step.starts, chunks),
         SIZES=sizes,
         CHUNK=CHUNK,
-        BLOCK_V=block_v,
+        BLOCK_V=launch.columns,
         SEQUENCES=B,
         **options,
     )

@@ -3,7 +3,10 @@
 Measured on an H200; elsewhere the same but for the cap of registers (`register_cap`).
 """
 
+from dataclasses import dataclass
+
 from lowbit.formats.activation_modes import Activations
+from lowbit.runtime.kernels.launch.card import CPU, Card
 from lowbit.runtime.thresholds import EXACT_TOKENS
 
 # A decode step.
@@ -19,7 +22,29 @@ CROWD = 128  # programs from which each takes 48 KB of shared memory; see `GemvL
 CHUNK = 64  # tokens
 BLOCK_M = 16  # tokens that a program convolves
 BLOCK_K = 32  # of Dk that a program of chunks multiplies at a time
-BLOCK_V = 32  # columns of S that a program carries through the chunks
+
+
+@dataclass(frozen=True, slots=True)
+class ScanLaunch:
+    """Launch of the kernels that carry S through the chunks of a prompt."""
+
+    columns: int  # of S, of a program
+    stages: int  # chunks that are on their way or in use
+    precision: str  # of products, in Triton's words
+
+
+def scan_launch(sequences: int, value_dim: int, card: Card) -> ScanLaunch:
+    """The launch for the prompts of so many sequences; a token has the same bits in all of a card.
+
+    Programs of one prompt have a multiprocessor each, and wait for its chunks, of which two fit
+    into the shared memory of Hopper; those of several are more than there are multiprocessors. In
+    products of TF32 registers spill three times as much; the interpreter knows no others.
+    """
+    columns, stages = 32, 1
+    if card.is_hopper:
+        columns, stages = (32, 2) if sequences == 1 else (64, 1)
+    precision = "tf32x3" if card == CPU else "bf16x3"
+    return ScanLaunch(min(columns, value_dim), stages, precision)
 
 
 def norms_later(tokens: int, prompt: bool, activations: Activations = "exact") -> bool:
