@@ -56,7 +56,7 @@ from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.sampling_params import SamplingParams, sampling_defaults
 from lowbit.runtime.state.step import Ending, StepPlan
 from lowbit.runtime.text.tokenizer import load_tokenizer
-from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
+from lowbit.runtime.thresholds import PACK_SEQUENCES, ROUND_TOKENS, SEQUENCE_TOKENS
 from lowbit.runtime.weights.weights import WIDE_BITS, Weights
 
 WARP = 32
@@ -269,11 +269,13 @@ def send_chunk(runner: Runner, count: int, first: int) -> None:
 
 
 def send_first_tokens(runner: Runner) -> None:
-    """Choose the first token after a prompt, at places of either alignment."""
-    hidden = torch.empty(1, runner.decoder.config.hidden_size, dtype=DTYPE, device="meta")
-    for row in range(1, 1 + min(2, runner.rows)):
-        logits, one = runner.decoder.logits(hidden), runner.ints([0])
-        runner.choose_tokens(logits, one, one, runner.inputs.firsts[row : row + 1])
+    """Choose first tokens: after a prompt, at places of either alignment, and after packs."""
+    most = min(runner.rows, PACK_SEQUENCES if runner.pack_tokens else 1)
+    rows = [range(row, row + 1) for row in range(1, 1 + min(2, runner.rows))]
+    for these in (*rows, *(range(1, 1 + count) for count in range(2, 1 + most))):
+        shape = len(these), runner.decoder.config.hidden_size
+        ended = [Sequence(Request((0,)), count=1, seed=0, row=row, length=1) for row in these]
+        runner.begin(ended, torch.empty(shape, dtype=DTYPE, device="meta"))
 
 
 def work(task: dict[str, Any]) -> dict[str, Any]:
