@@ -69,7 +69,8 @@ class Scheduler:
     @property
     def running(self) -> tuple[Sequence, ...]:
         """Sequences that have room."""
-        return (*self.decoding, *self.prompts)
+        prompts = list(self.prompts)  # before `decoding`: a step may move one there meanwhile
+        return (*self.decoding, *prompts)
 
     @property
     def queued(self) -> tuple[Sequence, ...]:

@@ -1,6 +1,7 @@
 """The load that an engine reports, and the number of requests that may wait."""
 
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
 
@@ -12,6 +13,7 @@ from lowbit.formats.errors import QueueFullError, RequestError
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
+from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.stats import Load, load_of
 from lowbit.runtime.state.device_state import CacheSize
 
@@ -34,6 +36,34 @@ def request(number: int, length: int = 70, count: int = 5) -> Request:
     draw = random.Random(number)
     ids = tuple(draw.randrange(4000) for _ in range(length))
     return Request(ids, GREEDY, count, message_ends=frozenset({ids[63], ids[-1]}))
+
+
+class Watched(list[Sequence]):
+    """A list whose reader is slow: something happens before it goes on."""
+
+    def __init__(self, happen: Callable[[], None]) -> None:
+        super().__init__()
+        self.happen = happen
+
+    def __iter__(self) -> Iterator[Sequence]:
+        found = list(super().__iter__())
+        self.happen()
+        return iter(found)
+
+
+def test_a_sequence_counts_while_its_first_token_is_chosen(model: lowbit.Model) -> None:
+    """Whoever asks reads from another thread what the step changes."""
+    engine = new_engine(model)
+    scheduler = engine.scheduler
+    handle = engine.submit(request(1))
+    sequence = handle._sequence
+    scheduler.admit()
+    scheduler.take_up(scheduler.next_prompt())
+    steps = [lambda: scheduler.begin_decoding(sequence)]
+    scheduler.decoding = Watched(lambda: steps.pop()() if steps else None)
+    assert scheduler.running.count(sequence) == 1
+    assert not steps
+    assert scheduler.running == (sequence,)
 
 
 def test_the_load_follows_requests(model: lowbit.Model) -> None:
