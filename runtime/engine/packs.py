@@ -10,15 +10,17 @@ depends on it.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lowbit.runtime.engine.prefix_cache import common_length, prefix_keys
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.thresholds import EXACT_TOKENS, PACK_SEQUENCES, SEQUENCE_TOKENS
 
-# Tokens that a prompt has in common with one that runs, beyond what the cache has: so many are
-# worth waiting for until the cache has them
+# Tokens of a prompt that the cache will have from one that runs, beyond what it has: so many are
+# worth waiting for
 SHARED = 64
 
 
@@ -116,6 +118,15 @@ def runs_beside(
     if not alike or len(prompt) < SHARED:
         return True
     keys = prefix_keys(prompt, sequence.request)
-    running = [prefix_keys(each.request.prompt, each.request) for each in alike]
-    shared = max(common_length(keys, other) for other in running)
-    return shared < SHARED + known(sequence)
+    coming = max(_reusable(keys, each) for each in alike)
+    return coming < SHARED + known(sequence)
+
+
+def _reusable(keys: NDArray[np.int64], running: Sequence) -> int:
+    """Tokens of a prompt that the cache will have once another prompt has run.
+
+    keys: of its tokens, see `prefix_keys`.
+    """
+    other = prefix_keys(running.request.prompt, running.request)
+    shared = min(common_length(keys, other), len(keys) - 1)  # the last token runs in any case
+    return max((end for end in running.chunk_ends if end <= shared), default=0)

@@ -160,6 +160,17 @@ def test_a_prompt_that_begins_like_one_that_runs_waits_for_the_cache(
     assert packs == [(100,), (40,), (40, 40, 40)]
 
 
+def test_a_prompt_does_not_wait_for_what_the_cache_will_not_have(
+    graphs: Callable[..., lowbit.Model], packs: Packs
+) -> None:
+    """Prompts of one message are cut nowhere that they have in common."""
+    model = graphs()
+    handles = [ask(model, [*IDS[0][:99], *ids[:40]]) for ids in IDS[1:5]]
+    for each in handles:
+        each.result()
+    assert packs == [(139,) * 4]
+
+
 @pytest.mark.parametrize("what", ["logprobs", "salt"])
 def test_what_passes_alone(graphs: Callable[..., lowbit.Model], packs: Packs, what: str) -> None:
     model = graphs()
