@@ -459,7 +459,7 @@ class Engine:
         if first is None or first.next_count > self.runner.pack_tokens:
             return [] if first is None else [first]
         most = min(self.runner.pack_tokens, max(budget, first.next_count))
-        pack = Pack(most, self.runner.pack_keys)
+        pack = Pack(most, self.runner.pack_keys, self.scheduler.capacity.chunk)
         return pack.fill(self.scheduler.prompts, partial(self._next_prompt, beside=True))
 
     def _next_prompt(self, beside: bool = False) -> Sequence | None:

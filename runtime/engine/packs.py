@@ -41,9 +41,13 @@ class Pack:
 
     most: int  # tokens
     most_keys: int | None  # of all sequences, those of the chunks included; None for any number
+    # Tokens of prompts that do not fit, from which on none is given room: whoever asks later waits
+    # for these, even if it were the turn of that client
+    most_left: int
     sequences: list[Sequence] = field(default_factory=list)
     _tokens: int = 0  # of their chunks
     _keys: int = 0  # behind them
+    _left: int = 0  # of prompts that have been given room and do not fit
 
     def fill(
         self, prompts: list[Sequence], open_beside: Callable[[], Sequence | None]
@@ -63,13 +67,14 @@ class Pack:
             opened = open_beside()
             if opened is None:
                 break
-            self._take(opened)  # or the next chunk does
+            self._take(opened)  # or a later pack does, see `_left`
         return self.sequences
 
     @property
     def _has_room(self) -> bool:
-        """True if another sequence may fit."""
-        return self._tokens < self._limit and packable(self.sequences[0])
+        """True if another sequence may fit, and few that do not have been given room."""
+        room = self._tokens < self._limit and self._left < self.most_left
+        return room and packable(self.sequences[0])
 
     @property
     def _limit(self) -> int:
@@ -87,6 +92,7 @@ class Pack:
             if self.most_keys is not None:
                 fits = fits and keys <= self.most_keys
             if not (alike and fits and packable(first) and packable(sequence)):
+                self._left += len(sequence.request.prompt) - sequence.length
                 return
         self.sequences.append(sequence)
         self._tokens, self._keys = tokens, keys

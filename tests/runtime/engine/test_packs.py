@@ -14,6 +14,7 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.chunks import Chunks
 from lowbit.runtime.engine.packs import Pack, is_short
+from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.stream import Handle
@@ -232,7 +233,7 @@ def test_a_pack_has_chunks_of_one_kind(counts: list[int], taken: int) -> None:
         prompts.append(waiting.pop(0))
         return prompts[-1]
 
-    found = Pack(1024, None).fill(prompts, open_beside)
+    found = Pack(1024, None, CHUNK).fill(prompts, open_beside)
     assert found[0] is given[0]
     assert len(found) == taken
     assert len({is_short(each) for each in found}) == 1
@@ -242,8 +243,8 @@ def test_a_pack_has_chunks_of_one_kind(counts: list[int], taken: int) -> None:
 
 def test_a_pack_has_no_more_keys_than_can_be_widened() -> None:
     given = [sequence(100, length) for length in (0, 400, 700)]
-    assert Pack(1024, 700).fill(list(given), lambda: None) == given[:2]
-    assert Pack(1024, None).fill(list(given), lambda: None) == given
+    assert Pack(1024, 700, CHUNK).fill(list(given), lambda: None) == given[:2]
+    assert Pack(1024, None, CHUNK).fill(list(given), lambda: None) == given
 
 
 def test_a_pack_is_opened_no_further_than_it_may_grow() -> None:
@@ -255,5 +256,40 @@ def test_a_pack_is_opened_no_further_than_it_may_grow() -> None:
         prompts.append(sequence(300))
         return prompts[-1]
 
-    assert len(Pack(1024, None).fill(prompts, open_beside)) == 2
+    assert len(Pack(1024, None, CHUNK).fill(prompts, open_beside)) == 2
     assert len(prompts) <= PACK_SEQUENCES
+
+
+@pytest.mark.parametrize(("count", "more"), [(300, 4), (500, 3), (1000, 2), (2000, 1)])
+def test_few_prompts_that_do_not_fit_are_given_room(count: int, more: int) -> None:
+    prompts = [sequence(1000)]
+
+    def open_beside() -> Sequence | None:
+        prompts.append(sequence(count))
+        return prompts[-1]
+
+    pack = Pack(1024, None, CHUNK)
+    assert pack.fill(prompts, open_beside) == prompts[:1]
+    assert len(prompts) == 1 + more
+    again = Pack(1024, None, CHUNK)
+    assert again.fill(list(prompts), open_beside) == prompts[:1]
+    assert len(prompts) == 1 + more
+
+
+def test_a_client_that_comes_later_waits_for_no_queue_of_another(
+    graphs: Callable[..., lowbit.Model],
+) -> None:
+    model = graphs()
+    engine = model.engine
+    engine.runner.chunk_tokens = 80
+    engine.scheduler.capacity = engine.runner.capacity
+    engine.scheduler.restart()
+    many = [ask(model, ids[:230], client="many") for ids in IDS[:5]]
+    while not many[0].begun:
+        engine.step()
+    other = ask(model, IDS[5][:100], client="other")
+    while not other.begun:
+        engine.step()
+    assert sum(each.begun for each in many) <= 2
+    for each in (*many, other):
+        each.result()
