@@ -60,6 +60,20 @@ def test_requests_together_and_a_prefix_that_is_reused(opened: OpenedModel) -> N
     assert {"RunStep", "RunChunk", "RunHead", "SetPages"} <= set(crew.tasks)
 
 
+def test_prompts_that_pass_together_do_so_on_all_ranks(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = (OTHER[:40], OTHER[40:60], SHORT)
+    one = of_one(opened)
+    expected = [list(one.generate(prompt, GREEDY, COUNT)) for prompt in prompts]
+    runner, _, crew = linked_runner(opened, 2, SMALL)
+    monkeypatch.setattr(Runner, "pack_tokens", EXACT_TOKENS)  # as on a GPU
+    engine = Engine(runner)
+    handles = [engine.generate(prompt, GREEDY, COUNT) for prompt in prompts]
+    assert [list(handle) for handle in handles] == expected
+    assert crew.tasks.count("RunChunk") == crew.tasks.count("RunHead") == 2
+
+
 def test_inputs_come_from_the_first_rank(opened: OpenedModel) -> None:
     """The others choose nothing: what they would choose does not count."""
     runner, (other,), _ = linked_runner(opened, 2, SMALL)
