@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,18 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
 from lowbit.runtime.engine import engine as engines
+from lowbit.runtime.engine.draft.ngram import NewDrafter
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.request import Request
+from lowbit.runtime.state.device_state import CacheSize
+from lowbit.runtime.state.step import Step
 from lowbit.runtime.text.constraint import Constraint
+from lowbit.runtime.thresholds import STEP_TOKENS
 from tests.runtime.dense_embedding import dense_embedding
 from tests.runtime.engine.draft.guesses import guessers
+from tests.runtime.engine.graph_stand_in import run_through_graphs
 from tests.runtime.engine.small_engine import (
+    CONTEXT,
     INTERRUPTED,
     assert_all_free,
     new_engine,
@@ -27,10 +34,11 @@ if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
 ENDS = frozenset({250})
-LIVES = 60  # of requests, for each kind of model
+LIVES = 120  # of requests, for each kind of model
 KINDS = 30  # of requests
 FAILED = "the constraint ends here"
 LIMITED = 5  # every request of so many has a constraint
+PACKED = CacheSize(context=CONTEXT, sequences=8, pages=20, snapshots=4, drafts=5)
 Outcome = tuple[tuple[int, ...], bool]  # tokens, and whether logits that are not finite followed
 
 
@@ -190,8 +198,27 @@ def model(
     return lowbit.load(packed.folder, device="cpu", dtype=torch.float32, speculate="auto")
 
 
+@pytest.fixture(params=["cpu", "packs"])
+def engine_for(
+    request: pytest.FixtureRequest, model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[NewDrafter], Engine]:
+    """An engine; of some, prompts pass the layers together as on a GPU."""
+
+    def made(drafter: NewDrafter) -> Engine:
+        if request.param == "cpu":
+            return new_engine(model, drafter=drafter)
+        engine = new_engine(model, PACKED, drafter)
+        engine.runner.part_tokens = STEP_TOKENS
+        run_through_graphs(replace(model, engine=engine), monkeypatch)
+        return engine
+
+    return made
+
+
 def test_answers_are_those_of_requests_alone(
-    model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
+    model: lowbit.Model,
+    engine_for: Callable[[NewDrafter], Engine],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requests = kinds()
     bad = poison(model, requests)
@@ -200,38 +227,41 @@ def test_answers_are_those_of_requests_alone(
     truths = {
         request.prompt: tokens for request, (tokens, _) in zip(requests, expected, strict=True)
     }
-    engine = new_engine(model, drafter=guessers(truths, seed=2, wrong=bad))
+    engine = engine_for(guessers(truths, seed=2, wrong=bad))
     world = World(engine, requests, seed=1)
     decoder = type(model.engine.decoder)
     each_layer: Any = decoder.each_layer
     left = [100]
+    packs = Counter[int]()  # by how many prompts they have
 
-    def interrupted(*arguments: Any) -> Iterator[torch.Tensor]:
-        left[0] -= 1
-        last = left[0] == 0
+    def interrupted(decoder: Any, ids: torch.Tensor, state: Any, step: Step) -> Iterator[Any]:
+        packs[len(step.spans)] += step.prompt
+        left[0] -= 5 if step.prompt else 1  # chunks of prompts are few
+        last = left[0] <= 0
         if last:
-            left[0] = world.draw.randrange(100, 400)
-        for number, hidden in enumerate(each_layer(*arguments)):
+            left[0] = world.draw.randrange(50, 300)
+        for number, hidden in enumerate(each_layer(decoder, ids, state, step)):
             yield hidden
             if last and number == left[0] % 2:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(decoder, "each_layer", interrupted)
-    monkeypatch.setattr(engines, "CPU_TURN_S", -1.0)  # prompts pause behind every layer
-    while world.begun < LIVES:
-        world.submit()
-        while len(world.lives) > world.draw.randrange(12):
-            world.act()
-    while world.lives:
-        world.take(world.lives[0], lambda: world.lives[0].taken.extend(world.lives[0].handle))
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "each_layer", interrupted)
+        patch.setattr(engines, "CPU_TURN_S", -1.0)  # prompts pause behind every layer
+        while world.begun < LIVES:
+            world.submit()
+            while len(world.lives) > world.draw.randrange(12):
+                world.act()
+        while world.lives:
+            world.take(world.lives[0], lambda: world.lives[0].taken.extend(world.lives[0].handle))
     world.check(expected)
+    assert (packs.total() > packs[1]) == engine.runner.on_gpu
     assert sum(len(life.taken) == len(expected[life.kind][0]) for life in world.ended) > LIVES / 2
     kinds_of_ends = {type(life.error) for life in world.ended}
     assert kinds_of_ends == {type(None), CheckpointError, RequestError}
     tallies = [life.handle.tally for life in world.ended]
-    assert sum(tally.rounds for tally in tallies) > LIVES / 5
-    assert sum(sum(tally.accepted) for tally in tallies) > LIVES / 5
+    assert sum(tally.rounds for tally in tallies) > LIVES / 8
+    assert sum(sum(tally.accepted) for tally in tallies) > LIVES / 8
     assert sum(life.handle.reused > 0 for life in world.ended) > LIVES / 20
     assert_all_free(engine)
     for prompt, start, scores in world.scores:
