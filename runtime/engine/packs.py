@@ -41,13 +41,13 @@ class Pack:
 
     most: int  # tokens
     most_keys: int | None  # of all sequences, those of the chunks included; None for any number
-    # Tokens of prompts that do not fit, from which on none is given room: whoever asks later waits
-    # for these, even if it were the turn of that client
+    # Tokens left of prompts beside the first one, from which on none is given room: whoever asks
+    # later waits for these, even if it were the turn of that client
     most_left: int
     sequences: list[Sequence] = field(default_factory=list)
     _tokens: int = 0  # of their chunks
     _keys: int = 0  # behind them
-    _left: int = 0  # of prompts that have been given room and do not fit
+    _left: int = 0  # of prompts that do not fit, and a share of what lies behind the others' chunks
 
     def fill(
         self, prompts: list[Sequence], open_beside: Callable[[], Sequence | None]
@@ -72,7 +72,7 @@ class Pack:
 
     @property
     def _has_room(self) -> bool:
-        """True if another sequence may fit, and few that do not have been given room."""
+        """True if another sequence may fit, and not too much is left of those that have room."""
         room = self._tokens < self._limit and self._left < self.most_left
         return room and packable(self.sequences[0])
 
@@ -94,6 +94,8 @@ class Pack:
             if not (alike and fits and packable(first) and packable(sequence)):
                 self._left += len(sequence.request.prompt) - sequence.length
                 return
+            # Their next chunks pass together, too
+            self._left += (len(sequence.request.prompt) - sequence.next_stop) // PACK_SEQUENCES
         self.sequences.append(sequence)
         self._tokens, self._keys = tokens, keys
 

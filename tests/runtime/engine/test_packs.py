@@ -276,6 +276,24 @@ def test_few_prompts_that_do_not_fit_are_given_room(count: int, more: int) -> No
     assert len(prompts) == 1 + more
 
 
+@pytest.mark.parametrize(
+    ("tokens", "taken"), [(1000, PACK_SEQUENCES), (64 + 4 * CHUNK, 5), (40_000, 2)]
+)
+def test_few_prompts_of_which_much_is_left_are_given_room(tokens: int, taken: int) -> None:
+    def begun(tokens: int) -> Sequence:
+        made = sequence(tokens)
+        made.chunk_ends = [64]
+        return made
+
+    prompts = [begun(40_000)]
+
+    def open_beside() -> Sequence | None:
+        prompts.append(begun(tokens))
+        return prompts[-1]
+
+    assert len(Pack(1024, None, CHUNK).fill(prompts, open_beside)) == len(prompts) == taken
+
+
 def test_a_client_that_comes_later_waits_for_no_queue_of_another(
     graphs: Callable[..., lowbit.Model],
 ) -> None:
