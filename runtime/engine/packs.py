@@ -10,12 +10,9 @@ depends on it.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from lowbit.runtime.engine.prefix_cache import common_length, prefix_keys
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.thresholds import EXACT_TOKENS, PACK_SEQUENCES, SEQUENCE_TOKENS
 
@@ -121,20 +118,20 @@ def runs_beside(
     """
     if not packable(sequence):
         return False
-    prompt = sequence.request.prompt
-    alike = [each for each in others if each.request.prompt[:SHARED] == prompt[:SHARED]]
-    if not alike or len(prompt) < SHARED:
+    alike = [each for each in others if _begin_alike(sequence, each, SHARED)]
+    if not alike:
         return True
-    keys = prefix_keys(prompt, sequence.request)
-    coming = max(_reusable(keys, each) for each in alike)
-    return coming < SHARED + known(sequence)
+    least = SHARED + known(sequence)
+    for each in alike:
+        coming = next((end for end in each.chunk_ends if end >= least), None)
+        if coming is not None and _begin_alike(sequence, each, coming):
+            return False
+    return True
 
 
-def _reusable(keys: NDArray[np.int64], running: Sequence) -> int:
-    """Tokens of a prompt that the cache will have once another prompt has run.
-
-    keys: of its tokens, see `prefix_keys`.
-    """
-    other = prefix_keys(running.request.prompt, running.request)
-    shared = min(common_length(keys, other), len(keys) - 1)  # the last token runs in any case
-    return max((end for end in running.chunk_ends if end <= shared), default=0)
+def _begin_alike(waiting: Sequence, running: Sequence, count: int) -> bool:
+    """True if a prompt that waits could reuse `count` tokens of another one, both of text alone."""
+    one, other = waiting.request, running.request
+    if count >= len(one.prompt) or one.salt != other.salt:  # its last token runs in any case
+        return False
+    return one.prompt[:count] == other.prompt[:count]

@@ -97,7 +97,7 @@ class PrefixCache:
         keys = np.asarray(keys, dtype=np.int64)
         best: Hit | None = None
         for prefix in self._prefixes:
-            shared = min(common_length(prefix.keys, keys), most)
+            shared = min(_common(prefix.keys, keys), most)
             length = prefix.reusable(shared, self._recurrent, chunk_ends)
             if length and (best is None or length > best.length):
                 best = Hit(prefix, length)
@@ -109,7 +109,7 @@ class PrefixCache:
         """Keep a prefix in place of the ones that it extends, as an owner of its pages."""
         for other in list(self._prefixes):
             length = len(other.keys)
-            begins = common_length(other.keys, prefix.keys) == length
+            begins = _common(other.keys, prefix.keys) == length
             if begins and prefix.alike(length, other.chunk_ends):  # else their bytes differ
                 self._inherit(prefix, other)
                 self._remove(other)
@@ -209,7 +209,7 @@ def _number(origin: bytes) -> int:
     return int.from_bytes(blake2b(origin, digest_size=8).digest(), "big", signed=True)
 
 
-def common_length(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
+def _common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     """Number of keys [T] that two sequences begin with in common."""
     count = min(len(a), len(b))
     if count == 0 or a[0] != b[0]:  # as with most prefixes, each of which a prompt is compared with

@@ -177,12 +177,12 @@ def test_what_passes_alone(graphs: Callable[..., lowbit.Model], packs: Packs, wh
     model = graphs()
     given = {"prompt_logprobs": 1} if what == "logprobs" else {}
     salts = [{"salt": b"a"}, {"salt": b"b"}] if what == "salt" else [{}, {}]
-    same = IDS[0][:100]
+    same = message(IDS[0], 80, 19)
     prompts = [same, same] if what == "salt" else [IDS[0][:70], IDS[1][:70]]
     handles = [ask(model, ids, **given, **salt) for ids, salt in zip(prompts, salts, strict=True)]
     for each in handles:
         each.result()
-    assert packs == ([(70,), (70,)] if what == "logprobs" else [(100, 100)])
+    assert packs == ([(70,), (70,)] if what == "logprobs" else [(81, 81), (19, 19)])
 
 
 def test_a_cancelled_prompt_leaves_its_pack(
