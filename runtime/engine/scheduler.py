@@ -69,8 +69,8 @@ class Scheduler:
     @property
     def running(self) -> tuple[Sequence, ...]:
         """Sequences that have room."""
-        prompts = list(self.prompts)  # before `decoding`: a step may move one there meanwhile
-        return (*self.decoding, *prompts)
+        prompts = list(self.prompts)  # before `decoding`: a step may move some there meanwhile
+        return tuple(dict.fromkeys((*self.decoding, *prompts)))
 
     @property
     def queued(self) -> tuple[Sequence, ...]:
