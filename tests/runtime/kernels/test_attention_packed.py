@@ -81,7 +81,9 @@ def test_company_changes_no_bit(
     compare(randn, make_rope, device, heads, each, tokens, sequences, quantized)
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "int8"])
+@pytest.mark.parametrize(
+    "quantized", [False, pytest.param(True, marks=pytest.mark.kernels)], ids=["bf16", "int8"]
+)
 def test_long_sequences_are_left_to_other_programs(
     randn: Randn,
     make_rope: MakeRope,

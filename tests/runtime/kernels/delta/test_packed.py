@@ -20,7 +20,7 @@ PACKED = [  # sizes, tokens of each sequence, empty sequences, tokens of padding
     (NARROW, (5, 3), 0, 0),
     (NARROW, (130, 1, 65), 1, 7),
     (SMALL[1], (2, 1, 4, 1), 3, 2),
-    (NARROW, (64, 2, 1, 63, 65), 11, 61),
+    pytest.param(NARROW, (64, 2, 1, 63, 65), 11, 61, marks=pytest.mark.kernels),
 ]
 PACKED_REAL = [
     *((sizes, MANY, 0, 25) for sizes in REAL),
