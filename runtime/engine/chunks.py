@@ -43,9 +43,9 @@ SHORT_WIDTHS = (8, 16)  # tokens; few, since a short chunk has a graph for each 
 PACK_WIDTHS = (16, 32, 64)  # tokens of short chunks of several prompts
 CHUNK_WIDTHS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)  # tokens
 RunLayers = Callable[[Tensor, Step], Iterable[Tensor]]  # of ids and a step: output of each layer
-# Graphs that are kept. Chats with pictures had chunks of 46 kinds where longer ones are padded;
-# one that is dropped is recorded again when it comes back
-MOST_SHORT, MOST_CHUNKS = 16, 64
+# Graphs that are kept. At a context of 40,960 text has chunks of 47 kinds where longer ones are
+# padded, text and pictures of 89; one that is dropped is recorded again when it comes back
+MOST_SHORT, MOST_CHUNKS = 16, 96
 Kind = tuple[StepPlan, bool]  # of a chunk: see `Chunks.graphs`
 LAUNCHED = 1  # prompts with such a chunk before one is recorded, which takes two launches' time
 
