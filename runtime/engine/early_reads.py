@@ -18,23 +18,28 @@ class EarlyReads:
 
     due: bool = False  # the next turn reads the first tokens under way, and nothing else
     _worth: bool = False  # the host has time
-    _read_at: float = 0.0  # time at which the last step was read
+    _read_at: float = 0.0  # time at which the last tokens were read
+    _mixed: bool = False  # the step under way has prompts behind that time
 
     def take(self) -> bool:
         """True if this turn reads first tokens."""
         due, self.due = self.due, False
         return due
 
+    def note_read(self) -> None:
+        """Note that first tokens have been read: the plain part of their step is under way."""
+        self._read_at, self._mixed = time.perf_counter(), False
+
     def note(self, begun: int, prompts: bool, asked_at: float) -> None:
         """Note a step that has been sent, and the one before it, which has been read now.
 
         Args:
-            begun: sequences whose prompts end in the step.
+            begun: first tokens of so many chunks of prompts are chosen in the step.
             prompts: it has some tokens of prompts.
             asked_at: time at which the host had sent it and began to wait.
         """
         now = time.perf_counter()
-        if not prompts:
+        if not prompts and not self._mixed:
             self._worth = now - asked_at >= SHARE * (now - self._read_at)
-        self._read_at = now
+        self._read_at, self._mixed = now, prompts
         self.due = begun > 0 and self._worth

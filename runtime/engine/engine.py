@@ -156,6 +156,7 @@ class Engine:
         scheduler, on_gpu = self.scheduler, self.runner.on_gpu
         if self._early_reads.take() and len(self._sent) > 1:
             self._commit(1)
+            self._early_reads.note_read()
             return True
         if self._paused is not None and self._paused.sequences[0].ended:
             self._paused = None
@@ -183,9 +184,8 @@ class Engine:
             self._commit(1 + begun if on_gpu else 0)
         if on_gpu and self.drafting is None:
             self._early_reads.note(begun, budget < chunk, sent_at)
-        seconds = time.perf_counter() - started
         if self.threads is not None:
-            self.threads.note((len(decoding), plain), seconds)
+            self.threads.note((len(decoding), plain), time.perf_counter() - started)
         return True
 
     def logits(self, ids: Ids[int], start: int = 0, images: tuple[ImageSpan, ...] = ()) -> Tensor:
@@ -453,7 +453,7 @@ class Engine:
         """Sequences whose next chunks run together, most often one; none if no prompt runs.
 
         Args:
-            budget: tokens of prompts that the step takes, but for the first sequence's.
+            budget: tokens that the step may still take; the first chunk of all is taken anyway.
         """
         first = self._next_prompt()
         if first is None or first.next_count > self.runner.pack_tokens:

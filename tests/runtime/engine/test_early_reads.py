@@ -147,3 +147,34 @@ def test_the_host_stays_ahead_where_it_is_as_slow_as_the_gpu(
 ) -> None:
     gpu = on_gpu(PLAIN_MS - 0.5)
     assert run(gpu)[:4] == ["prompt 2", "plain", "plain", "prompt 3"]
+
+
+def run_behind_prompts(gpu: Gpu) -> list[str]:
+    """As `run`, but 3 asks in the step behind that of 2, and 4 while the prompt of 3 runs."""
+    handles = [gpu.ask(1, 60)]
+    for _ in range(20):
+        gpu.engine.step()
+
+    def asks(name: int) -> Callable[[], None]:
+        return lambda: handles.append(gpu.ask(name, 30))
+
+    read_ms = gpu.now + PLAIN_MS + PROMPT_MS  # the first token of 2
+    gpu.later = [(read_ms + PLAIN_MS / 2, asks(3))]
+    gpu.later += [(read_ms + 2 * PLAIN_MS + PROMPT_MS / 2, asks(4))]
+    handles.append(gpu.ask(2, 30))
+    before = len(gpu.sent)
+    while gpu.engine.step():
+        pass
+    assert [len(each.output) for each in handles] == [60, 30, 30, 30]
+    return gpu.sent[before:]
+
+
+@pytest.mark.parametrize(("host_ms", "early"), [(0.5, True), (PLAIN_MS - 0.5, False)])
+def test_the_prompts_of_a_step_are_no_measure_of_a_plain_one(
+    on_gpu: Callable[[float], Gpu], host_ms: float, early: bool
+) -> None:
+    """Neither as time that a plain step takes, nor as time that the host waits for it."""
+    sent = run_behind_prompts(on_gpu(host_ms))
+    assert sent[:5] == ["prompt 2", "plain", "plain", "prompt 3", "plain"]
+    assert (sent[5] == "prompt 4") == early
+    assert early or sent[6] == "prompt 4"
