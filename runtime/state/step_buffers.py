@@ -185,52 +185,8 @@ def lone_step(count: int, device: str | torch.device, first: int = 0, prompt: bo
 
     Its pages are 1, 2, 3 and so on, its recurrent state is in slot 1.
     """
-    span = _span(1, first, count, 1)
-    plan = StepPlan(count, 1, len(span.pages) * PAGE, count, (span,), prompt=prompt)
-    return new_step(plan, [0] * count, _tables([span], device))[1]
-
-
-def packed_step(
-    counts: Sequence[int],
-    firsts: Sequence[int],
-    device: str | torch.device,
-    tokens: int | None = None,
-    sequences: int | None = None,
-) -> Step:
-    """Chunk of the prompts of several sequences, each from its own position on.
-
-    Sequences are rows 1, 2, 3 and so on, and these are the slots of their recurrent states. Their
-    pages follow one another from 1 on. The step names no spans: kernels find all on the device.
-
-    Args:
-        counts: tokens of each sequence, none empty.
-        firsts: position of the first token of each.
-        device: where the step lies.
-        tokens: M, with padding; None for no padding.
-        sequences: B, with empty ones; None for no empty ones.
-    """
-    spans: list[Span] = []
-    for row, (count, first) in enumerate(zip(counts, firsts, strict=True), 1):
-        spans.append(_span(row, first, count, 1 + sum(len(each.pages) for each in spans)))
-    M, B = tokens or sum(counts), sequences or len(spans)
-    if sum(counts) > M or len(spans) > B:
-        raise ValueError(f"{len(spans)} sequences of {sum(counts)} tokens in {B} of {M}")
-    pages = sum(len(each.pages) for each in spans)
-    empty = [Span(SCRATCH, 0, 0, read=SCRATCH)] * (B - len(spans))
-    buffers = new_step_buffers(max(M, B), torch.device(device))
-    buffers.write([*spans, *empty], [0] * sum(counts), M)
-    plan = StepPlan(M, B, pages * PAGE, M, prompt=True)
-    return buffers.step(plan, _tables(spans, device))
-
-
-def _span(row: int, first: int, count: int, page: int) -> Span:
-    """Tokens in pages from `page` on, whose last one leaves its state in slot `row`."""
-    pages = tuple(range(page, page + pages_for(first + count)))
-    return Span(row, first, count, pages, row, (*([NO_SLOT] * (count - 1)), row))
-
-
-def _tables(spans: Sequence[Span], device: str | torch.device) -> Tensor:
-    """Block tables of spans of rows 1, 2, 3 and so on, below that of padding: [R, T] int32."""
-    width = max(len(span.pages) for span in spans)
-    rows = [[SCRATCH] * width, *([*s.pages, *[SCRATCH] * (width - len(s.pages))] for s in spans)]
-    return torch.tensor(rows, dtype=torch.int32, device=device)
+    pages = tuple(range(1, 1 + pages_for(first + count)))
+    span = Span(1, first, count, pages, 1, (*([NO_SLOT] * (count - 1)), 1))
+    tables = torch.tensor([[SCRATCH] * len(pages), pages], dtype=torch.int32, device=device)
+    plan = StepPlan(count, 1, len(pages) * PAGE, count, (span,), prompt=prompt)
+    return new_step(plan, [0] * count, tables)[1]

@@ -2,19 +2,13 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from lowbit.runtime.models.layer_parts import embed
-from lowbit.runtime.state.page_counts import PAGE, SCRATCH
+from lowbit.runtime.state.page_counts import SCRATCH
 from lowbit.runtime.state.rope import rope_tables
-from lowbit.runtime.state.step import NO_SLOT, Embedded, Span, StepPlan, parts_of
-from lowbit.runtime.state.step_buffers import (
-    new_chunk_images,
-    new_step,
-    new_step_buffers,
-    packed_step,
-)
+from lowbit.runtime.state.step import Embedded, Span, StepPlan, parts_of
+from lowbit.runtime.state.step_buffers import new_chunk_images, new_step, new_step_buffers
 
 TABLES = torch.zeros(4, 2, dtype=torch.int32)
 SHIFTS = torch.tensor([0, -5, 0, -2], dtype=torch.int32)
@@ -57,26 +51,6 @@ def test_a_chunk_with_an_image_has_its_times_as_angles() -> None:
     assert step.angles.tolist() == [4, 5, 5]
     assert step.axes is not None
     assert torch.equal(step.axes, axes)
-
-
-def test_a_packed_step_has_padding_behind_its_sequences() -> None:
-    step = packed_step([3, 1], [62, 0], "cpu", tokens=6, sequences=4)
-    assert step.starts.tolist() == [0, 3, 4, 4, 4]
-    assert step.positions.tolist() == [62, 63, 64, 0, 0, 0]
-    assert step.rows.tolist() == [1, 1, 1, 2, SCRATCH, SCRATCH]
-    assert step.tables.tolist() == [[SCRATCH, SCRATCH], [1, 2], [3, SCRATCH]]
-    assert step.read.tolist() == [1, 2, SCRATCH, SCRATCH]
-    assert step.write.tolist() == [NO_SLOT, NO_SLOT, 1, 2, NO_SLOT, NO_SLOT]
-    assert (step.max_kv_len, step.prompt, step.spans) == (3 * PAGE, True, ())
-
-
-def test_more_sequences_than_tokens() -> None:
-    assert packed_step([1, 1], [0, 5], "cpu", sequences=16).starts.tolist() == [0, 1, *[2] * 15]
-
-
-def test_a_packed_step_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 sequences of 4 tokens in 2 of 3"):
-        packed_step([3, 1], [0, 0], "cpu", tokens=3)
 
 
 class Lookup:
