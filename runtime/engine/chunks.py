@@ -62,7 +62,7 @@ class Chunks:
     buffers: StepBuffers = field(init=False)  # inputs of a chunk
     hidden: Tensor = field(init=False)  # [W, h], hidden states of the last chunk
     images: ChunkImages = field(init=False)  # of the last chunk that has some
-    _prompts: int = 0  # that have begun
+    _prompts: int = 0  # that have begun, those that begin together as one
     _uses: dict[Kind, tuple[int, int]] = field(default_factory=dict)  # see `_is_common`
 
     def __post_init__(self) -> None:
@@ -79,16 +79,17 @@ class Chunks:
         return tokens <= SEQUENCE_TOKENS or (self.longer and tokens <= CHUNK_WIDTHS[-1])
 
     def run(self, plan: StepPlan, ids: Numbers[int], shifts: Tensor, begins: bool) -> Tensor:
-        """Run the next tokens of a prompt through the layers; see `takes` and `Runner.chunk`.
+        """Run the next chunks of prompts through the layers; see `takes` and `Runner.chunk`.
 
         Args:
-            plan: of the chunk without padding.
-            ids: its tokens.
+            plan: of the chunks without padding.
+            ids: their tokens.
             shifts: see `step_of`.
-            begins: the chunk is the first of its prompt.
+            begins: one of them is the first of its prompt.
 
         Returns:
-            [len(ids), h] hidden states, or [1, h], until the next chunk runs.
+            [len(ids), h] hidden states, or [B, h] of each prompt's last token, until the next
+            chunk runs.
         """
         kind = wide, images = self.padded(plan), plan.axes is not None
         self.buffers.write(plan.spans, ids, wide.tokens, padding_ends(plan, wide))

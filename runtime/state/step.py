@@ -87,9 +87,9 @@ class Step:
     # True for a chunk of a prompt that takes the kernels for many tokens; others take those that
     # give each token the same bits in any company. Of several prompts (B > 1) on Hopper alone
     prompt: bool = False
-    # Way of a prompt through the end of the last layer, behind its keys, values and states: all
-    # together; the last one apart, so that it has the same bits whether or not the others pass,
-    # too; or only that one
+    # Way of prompts through the end of the last layer, behind their keys, values and states: all
+    # tokens together; the last one of each prompt apart, so that it has the same bits whether or
+    # not the others pass, too; or only those
     ending: Ending = "together"
     # [M] int32, rows of the rotary tables for the tokens, ascending by one in a sequence of a
     # decode step; None where they are the positions
@@ -113,14 +113,14 @@ class Step:
         return (rope, self.angles) if self.own_rope is None else self.own_rope
 
     def end(self, finish: "Callable[..., Tensor]", *rows: "Tensor") -> "Tensor":
-        """Run the end of the last layer for all tokens, or for the last one alone; see `ending`.
+        """Run the end of the last layer for all tokens, or those that end; see `ending`.
 
         Args:
             finish: makes [M, h] of tensors [M, n].
             rows: these tensors.
 
         Returns:
-            [M, h]; [1, h] where only the last token passes.
+            [M, h]; [B, h] where only the last token of each sequence passes.
         """
         if self.ending == "together":
             return finish(*rows)

@@ -35,7 +35,7 @@ def sequence_of(
 
     Returns:
         First token of the sequence, its tokens, the block's number in it, and pages of all
-        sequences before it. A block past the last is of no tokens.
+        sequences taken before it. A block past the last is of no tokens.
     """
     SEQUENCES: tl.constexpr = PACKED.sequences
     if SEQUENCES == 1:

@@ -293,6 +293,7 @@ def attention_prefill(qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: 
             continue
         k, v = stored[:2]
         if pages.quantized:
+            # Keys of a pack are at most max_kv_len in all, and B pages are not full
             room = step.tables.shape[1] if B == 1 else step.max_kv_len // PAGE + B
             k, v = widen_pages(stored, where, room, packed)
         plan = prompt_plan(heads, pages.quantized, packed)

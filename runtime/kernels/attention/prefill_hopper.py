@@ -212,13 +212,13 @@ def _attend_on_hopper_kernel(
     D: gl.constexpr = HEADS.dim
     STAGES: gl.constexpr = PLAN.stages
     PACKED: gl.constexpr = PLAN.packed
-    IN_ORDER: gl.constexpr = PLAN.page if PLAN.in_order else None
+    ORDERED_ROWS: gl.constexpr = PLAN.page if PLAN.in_order else None  # of a page
     Hq: gl.constexpr = HEADS.kv * HEADS.shared
     WIDTH: gl.constexpr = Hq * (2 if HEADS.gated else 1) + 2 * HEADS.kv  # heads of a token
     head = gl.program_id(0)
     block = gl.num_programs(1) - 1 - gl.program_id(1)  # the longest begin first
     begin, M, block, pages = sequence_of(
-        block, starts_ptr, positions_ptr, PACKED, 2 * ROWS, IN_ORDER
+        block, starts_ptr, positions_ptr, PACKED, 2 * ROWS, ORDERED_ROWS
     )
     first = block * (2 * ROWS)
     length = gl.load(positions_ptr + begin)

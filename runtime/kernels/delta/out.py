@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.delta.program import sizes_of
-from lowbit.runtime.kernels.delta.sequences import sequence_of
+from lowbit.runtime.kernels.delta.sequences import sequence_number
 from lowbit.runtime.kernels.launch.device import programmatic_launch, run
 from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.state.delta import LayerStates
@@ -51,7 +51,7 @@ def _gated_norm_kernel(
     tl.store(out_ptr + token * Hv * Dv + offs_d, out.to(out_ptr.dtype.element_ty))
     target = tl.load(write_ptr + token).to(tl.int64)
     if target >= 0:
-        number = sequence_of(starts_ptr, token, SEQUENCES)
+        number = sequence_number(starts_ptr, token, SEQUENCES)
         first = tl.load(starts_ptr + number).to(tl.int64)
         if token + 1 == tl.load(starts_ptr + number + 1):
             old_ptr = window_ptr + tl.load(read_ptr + number).to(tl.int64) * ((W - 1) * C)

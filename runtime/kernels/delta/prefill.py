@@ -29,7 +29,7 @@ from torch import Tensor
 from lowbit.runtime.kernels.delta.heads import gates
 from lowbit.runtime.kernels.delta.out import gated_norm
 from lowbit.runtime.kernels.delta.program import L2_EPS, sizes_of
-from lowbit.runtime.kernels.delta.sequences import chunk_of, chunks_before, sequence_of
+from lowbit.runtime.kernels.delta.sequences import chunk_of, chunks_before, sequence_number
 from lowbit.runtime.kernels.launch.delta import BLOCK_K, BLOCK_M, CHUNK, scan_launch
 from lowbit.runtime.kernels.launch.device import card_of, run
 from lowbit.runtime.state.delta import LayerStates
@@ -81,7 +81,7 @@ def _mix_kernel(
         first = 0
         windows = window_ptr + tl.load(read_ptr).to(tl.int64) * ((SIZES.W - 1) * C)
     else:
-        number = sequence_of(starts_ptr, tokens, SEQUENCES)
+        number = sequence_number(starts_ptr, tokens, SEQUENCES)
         first = tl.load(starts_ptr + number)
         slots = tl.load(read_ptr + number).to(tl.int64)
         windows = window_ptr + slots[:, None] * ((SIZES.W - 1) * C)
@@ -197,7 +197,7 @@ def _scan_kernel(
         number = tl.program_id(2)
         begin = tl.load(starts_ptr + number).to(tl.int64)
         M = tl.load(starts_ptr + number + 1) - begin.to(tl.int32)
-        if M == 0:  # padding
+        if M == 0:  # an empty sequence
             return
         mixed_ptr += begin * C
         o_ptr += begin * (Hv * Dv)
@@ -250,7 +250,7 @@ def delta_prefill(
         no other, is read from.
     """
     M, sizes, B = qkvz.shape[0], sizes_of(layer), len(step.starts) - 1
-    Hv, Dv, chunks = sizes.Hv, sizes.Dv, triton.cdiv(M, CHUNK) + B - 1  # the most that there can be
+    Hv, Dv, chunks = sizes.Hv, sizes.Dv, triton.cdiv(M, CHUNK) + B - 1  # no fewer than there are
 
     def scratch(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=qkvz.device)

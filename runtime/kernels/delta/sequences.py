@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def sequence_of(starts_ptr, tokens, SEQUENCES: tl.constexpr):
+def sequence_number(starts_ptr, tokens, SEQUENCES: tl.constexpr):
     """Number of the sequence of a token, or of each in a block; of padding that of the last one."""
     number = (tokens * 0).to(tl.int32)
     for b in tl.static_range(1, SEQUENCES):
