@@ -154,7 +154,11 @@ class PromptEncoder:
         ).ids
 
     def _check_pictures(self, pictures: Sequence[Picture]) -> None:
-        """Refuse more than the context holds before a list of their tokens is made."""
+        """Refuse more than the context holds before a list of their tokens is made.
+
+        Raises:
+            TooLongError: they have more tokens.
+        """
         tokens = sum(each.rows * each.columns for each in pictures)
         if tokens > self.limits.context:
             raise TooLongError(

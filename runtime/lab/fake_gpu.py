@@ -161,7 +161,7 @@ def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -
     lengths = list(kv_lens(runner.context))
     plans = [chunk_plan(width) for width in CHUNK_WIDTHS if replayed]
     plans += [chunk_plan(width, reach) for width in SHORT_WIDTHS for reach in lengths]
-    if replayed:
+    if replayed:  # as on the card: it says whether prompts pass together
         runner.chunks = chunks
     if runner.pack_tokens:
         packed = [width for width in CHUNK_WIDTHS if width <= runner.pack_tokens]

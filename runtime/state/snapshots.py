@@ -6,7 +6,7 @@ in the buffer, not for the bus, and the host waits for neither. A copy back prec
 need it.
 
 Page-locked memory takes half a millisecond a megabyte, 25 ms for a state of a 4B, and a turn of a
-chat leaves two states. So it is allocated while nobody waits, piece by piece: see `prepare`.
+chat leaves two or three. So it is allocated while nobody waits, piece by piece: see `prepare`.
 """
 
 from dataclasses import dataclass

@@ -53,8 +53,9 @@ class PlacedPart:
 def media_of(contents: Sequence[Content]) -> list[PlacedPart]:
     """Parts that are no text, in their order.
 
-    Of the newest turn are those of the last message of a user or tool, and those of the results of
-    tools before it up to what a person or the model says: who speaks behind a result goes on.
+    The newest turn is the last message of a user or tool, and the results of tools before it up to
+    the last message of the model, or of a person who says something. Words of a person answer the
+    results before them, those of the same message too.
     """
     last = max((number for number, each in enumerate(contents) if each.shows), default=-1)
     results = last + 1  # first message whose results nobody has answered

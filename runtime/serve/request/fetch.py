@@ -292,7 +292,7 @@ class ImageFetcher:
             async with together:
                 content: bytes | RequestError
                 try:
-                    budget.take(0)
+                    budget.take(0)  # nobody is asked once the bytes are used up
                     content = await self.fetch(address, budget, asker)
                 except RequestError as error:
                     if parts[0].newest:

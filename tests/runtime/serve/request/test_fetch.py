@@ -15,7 +15,6 @@ import pytest
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.serve import server
 from lowbit.runtime.serve.errors import ApiError
-from lowbit.runtime.serve.request import fetch
 from lowbit.runtime.serve.request import fetch as module
 from lowbit.runtime.serve.request.contents import Content, media_of
 from lowbit.runtime.serve.request.fetch import NOT_FETCHED, Budget, ImageFetcher
@@ -459,7 +458,7 @@ def test_old_images_leave_time_and_bytes_to_new_ones(
     assert str(first) == NOT_FETCHED
     assert rest == [FILE, FILE]
     monkeypatch.setattr(Budget.__init__, "__defaults__", (2 * len(reply(FILE)) + 5,))
-    monkeypatch.setattr(fetch, "TOGETHER", 1)
+    monkeypatch.setattr(module, "TOGETHER", 1)
     host.asked.clear()
     *old, _, _ = asyncio.run(run(ImageFetcher(allowed, 30.0, 30.0), *["/old"] * 2, "/old?2", "/a"))
     assert [str(each) for each in old[:3]] == [NOT_FETCHED] * 3
