@@ -303,7 +303,9 @@ def alone(folder: Path, options: dict[str, Any]) -> dict[tuple[str, int], str]:
 @click.option("--sequences", default=4, show_default=True, help="Answers made together.")
 @click.option("--seed", default=1, show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--activations", type=click.Choice(["exact", "int8"]), default="exact")
+@click.option(
+    "--activations", type=click.Choice(["exact", "int8"]), default="exact", show_default=True
+)
 def main(
     source: str,
     minutes: float,

@@ -115,9 +115,9 @@ class Account:
         )
 
     def widened_bytes(self, size: CacheSize) -> int:
-        """Memory on a GPU of a sequence's keys and values of a layer, widened for its prompt.
+        """Memory on a GPU of keys and values of a layer, widened for a prompt or a pack of them.
 
-        Several short ones have a page each that is not full.
+        Prompts of a pack have no more keys than one may have, but a page each that is not full.
         """
         if not self.cache_type.scaled:
             return 0

@@ -132,7 +132,10 @@ class Runner:
 
     @property
     def pack_tokens(self) -> int:
-        """Most tokens of chunks of several prompts that pass the layers together, see `packs`."""
+        """Most tokens of chunks of several prompts that pass the layers together, see `packs`.
+
+        Where more than EXACT_TOKENS of a step do so, no linear's bits depend on their number.
+        """
         if self.chunks is None or not self.chunks.longer or self.blocks is not None:
             return 0
         return self.chunk_tokens if self.part_tokens > EXACT_TOKENS else EXACT_TOKENS

@@ -12,7 +12,7 @@ from typing import Literal
 from lowbit.runtime.kernels.codec import CODECS, WIDE_CODECS
 from lowbit.runtime.kernels.launch.card import MULTIPROCESSORS, power_of_two
 from lowbit.runtime.kernels.launch.tables import rows
-from lowbit.runtime.thresholds import DENSE_TOKENS, GEMV_TOKENS, SHORT_TOKENS
+from lowbit.runtime.thresholds import GEMV_TOKENS, SHORT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,17 +342,19 @@ class DenseLaunch:
 
 FEW_DENSE_ROWS = 1024  # which leave multiprocessors without a program
 DENSE_BLOCK = 16  # tokens of a program of few rows
-# Of more rows, or more tokens than make two small programs for each multiprocessor: four times the
-# products with 2.5 times the instructions.
+SMALL_DENSE_PROGRAMS = 256  # some two for each multiprocessor
+# Of more rows, or more such programs: four times the products with 2.5 times the instructions.
 LARGE_DENSE = DenseLaunch(32, 2)
 
 
 def dense_launch(rows: int, tokens: int) -> DenseLaunch:
     """Look up the share of a program of `dense_gemv` for a power of two of tokens."""
-    many = rows > FEW_DENSE_ROWS or rows * tokens > FEW_DENSE_ROWS * DENSE_TOKENS
-    if tokens > DENSE_BLOCK and many:
+    if tokens <= DENSE_BLOCK:
+        return DenseLaunch(tokens)
+    programs = -(-rows // 16) * (tokens // DENSE_BLOCK)
+    if rows > FEW_DENSE_ROWS or programs > SMALL_DENSE_PROGRAMS:
         return LARGE_DENSE
-    return DenseLaunch(min(tokens, DENSE_BLOCK))
+    return DenseLaunch(DENSE_BLOCK)
 
 
 # Weights widened at a time: 50 MB. Of a short prompt the host takes longer to launch a product than

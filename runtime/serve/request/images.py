@@ -35,7 +35,7 @@ DATA_IN_TEXT = re.compile(
 NAMED = {"none": "auto", "": "auto", "original": "high"}  # details under other names
 IN_TEXT = "image in text"  # name of what is left out
 SEND = "send the file itself: data:image/png;base64,..."
-UNREADABLE = "image that cannot be read"  # and of an earlier turn
+UNREADABLE = "image that cannot be read"  # name of one of an earlier turn that is left out
 
 
 def read_images(contents: Sequence[Content], prompts: PromptEncoder) -> list[str]:

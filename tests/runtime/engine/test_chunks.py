@@ -70,10 +70,8 @@ def recorded(model: lowbit.Model) -> list[int]:
 def test_a_padded_chunk_stands_where_its_length_does(threshold: str) -> None:
     """But for the CPU's, which pads none."""
     most = getattr(thresholds, threshold)
-    for count in range(1, SEQUENCE_TOKENS + 1):
-        assert (
-            count <= width_of(count, short=True) <= SEQUENCE_TOKENS
-        )  # which has the bits of a lone token
+    for count in range(1, SEQUENCE_TOKENS + 1):  # whose bits are those of a lone token
+        assert count <= width_of(count, short=True) <= SEQUENCE_TOKENS
     for count in range(SEQUENCE_TOKENS + 1, CHUNK_WIDTHS[-1] + 1):
         width = width_of(count, short=False)
         assert count <= width
