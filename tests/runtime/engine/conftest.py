@@ -1,4 +1,4 @@
-"""A small Qwen3.5 for prompts with images, and transformers with a vision tower beside it."""
+"""A small Qwen3.5 for prompts with images, transformers beside it, and the chunks that run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import lowbit.runtime as lowbit
+from lowbit.runtime.engine.chunks import Chunks
+from lowbit.runtime.state.step import StepPlan
 from tests.runtime.conftest import PackedModel
 from tests.runtime.image_prompts import Hub, hub_of
 from tests.short_models import Shorten
@@ -41,3 +44,17 @@ def fresh(small: PackedModel) -> Callable[..., lowbit.Model]:
         return lowbit.load(small.folder, device="cpu", **defaults | options)
 
     return load
+
+
+@pytest.fixture
+def packs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Chunks that run, by the tokens of their sequences."""
+    found: list[tuple[int, ...]] = []
+    run = Chunks.run
+
+    def noted(chunks: Chunks, plan: StepPlan, *given: Any) -> Tensor:
+        found.append(tuple(span.count for span in plan.spans))
+        return run(chunks, plan, *given)
+
+    monkeypatch.setattr(Chunks, "run", noted)
+    return found

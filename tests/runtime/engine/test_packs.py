@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import lowbit.runtime as lowbit
-from lowbit.runtime.engine.chunks import Chunks
 from lowbit.runtime.engine.packs import Pack, is_short
 from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.stream import Handle
-from lowbit.runtime.state.step import StepPlan
 from lowbit.runtime.thresholds import (
     EXACT_TOKENS,
     PACK_SEQUENCES,
@@ -52,20 +49,6 @@ def fresh(
         return lowbit.load(folder, device="cpu", dtype=torch.float32, **(sizes | options))
 
     return load
-
-
-@pytest.fixture
-def packs(monkeypatch: pytest.MonkeyPatch) -> Packs:
-    """Chunks that run, by the tokens of their sequences."""
-    found: Packs = []
-    run = Chunks.run
-
-    def noted(chunks: Chunks, plan: StepPlan, *given: Any) -> Tensor:
-        found.append(tuple(span.count for span in plan.spans))
-        return run(chunks, plan, *given)
-
-    monkeypatch.setattr(Chunks, "run", noted)
-    return found
 
 
 @pytest.fixture

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 import lowbit.runtime as lowbit
-from lowbit.runtime.engine.chunks import Chunks
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
-from lowbit.runtime.state.step import StepPlan
 from lowbit.runtime.thresholds import EXACT_TOKENS, PACK_SEQUENCES
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -49,20 +47,6 @@ def load(request: pytest.FixtureRequest) -> Load:
 @pytest.fixture(params=["int8", "exact"])
 def activations(request: pytest.FixtureRequest) -> Any:
     return request.param
-
-
-@pytest.fixture
-def packs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Chunks that run, by the tokens of their sequences."""
-    found: list[tuple[int, ...]] = []
-    run = Chunks.run
-
-    def noted(chunks: Chunks, plan: StepPlan, *given: Any) -> Tensor:
-        found.append(tuple(span.count for span in plan.spans))
-        return run(chunks, plan, *given)
-
-    monkeypatch.setattr(Chunks, "run", noted)
-    return found
 
 
 def left_by(model: lowbit.Model, prompts: list[list[int]]) -> list[tuple[Any, ...]]:
