@@ -83,3 +83,7 @@ class Model:
         """The largest error of a head, relative to its norm."""
         error = (out.double() - ref).view(len(ref), self.heads.Hq, -1).norm(dim=-1)
         return float((error / ref.view(len(ref), self.heads.Hq, -1).norm(dim=-1)).max())
+
+
+def hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

@@ -21,7 +21,7 @@ from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
 from lowbit.runtime.thresholds import PROMPT_TOKENS
-from tests.runtime.kernels.attention_layers import BF16, FP32, REAL, Heads, layer_of
+from tests.runtime.kernels.attention_layers import BF16, FP32, REAL, Heads, hopper, layer_of
 from tests.runtime.kernels.coded_pages import in_codes
 from tests.runtime.kernels.paged import clone, random_pages, step_of
 
@@ -184,10 +184,6 @@ def same_bytes(one: KVPages, other: KVPages) -> bool:
         torch.equal(a.view(torch.uint8), b.view(torch.uint8))
         for a, b in zip(one.stores, other.stores, strict=True)
     )
-
-
-def hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def test_several_sequences_are_not_for_pytorch(

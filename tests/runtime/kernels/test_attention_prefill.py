@@ -14,7 +14,7 @@ from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span
 from lowbit.runtime.thresholds import PROMPT_TOKENS
 from lowbit.runtime.weights.layers import AttentionLayer
-from tests.runtime.kernels.attention_layers import BF16, EPS, FP32, REAL, Heads, layer_of
+from tests.runtime.kernels.attention_layers import BF16, EPS, FP32, REAL, Heads, hopper, layer_of
 from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of, with_axes
 
 Randn = Callable[..., Tensor]
@@ -152,10 +152,6 @@ def test_padding_changes_no_bit(
     assert torch.equal(*found)
     for one, other in ((pages.k, padded.k), (pages.v, padded.v)):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
-
-
-def hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def test_a_closed_gate_gives_nothing(randn: Randn, make_rope: MakeRope, device: str) -> None:
