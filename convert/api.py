@@ -37,6 +37,7 @@ from lowbit.convert.pipeline.predicted_size import (
     report_room,
 )
 from lowbit.convert.plan.effort import Effort, EffortPlan, parse_effort
+from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.quantize.session import CalibrationRequest
@@ -47,6 +48,7 @@ from lowbit.convert.vocabulary.cut import CutRequest
 from lowbit.formats.activation_modes import Activations
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.hub.locate import locate
+from lowbit.formats.machine.cores import core_count
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 
 
@@ -149,6 +151,8 @@ def convert(
             not be written is `failure` of the result's report instead.
     """
     out, device, report = Path(out), open_device(request.device), request.report
+    if request.max_ram is not None:  # again in `prepare`, when the process has all its libraries
+        block_elements(request.max_ram, core_count(), device)
     if report is None:
         continues = False
         check_output(place_of(out), request.overwrite)

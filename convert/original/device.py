@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lowbit.formats.errors import ResourceError
+from lowbit.formats.machine.gpu import no_gpu
 
 
 def open_device(name: str) -> torch.device:
@@ -15,9 +15,7 @@ def open_device(name: str) -> torch.device:
         ResourceError: a GPU is asked for where there is none.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        raise ResourceError(
-            "there is no usable CUDA device on this machine", hint="use --device cpu"
-        )
+        raise no_gpu()
     return torch.device(name)
 
 

@@ -15,6 +15,7 @@ from lowbit.formats.generation import load_generation_config
 from lowbit.formats.hub.locate import locate
 from lowbit.formats.kv_cache import plain_cache
 from lowbit.formats.layout.rtn import ScaleRule
+from lowbit.formats.machine.gpu import no_gpu
 from lowbit.formats.text.template import load_chat_template
 from lowbit.runtime.backends.exchange import check_gloo
 from lowbit.runtime.engine.constraints import ConstraintFactory
@@ -329,7 +330,7 @@ def choose_device(device: str | None) -> str:
     """
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
-        raise ResourceError("no CUDA device was found", hint="use --device cpu")
+        raise no_gpu()
     if device in ("cpu", "cuda"):
         return str(device)
     return "cuda" if available else "cpu"

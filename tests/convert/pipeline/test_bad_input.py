@@ -188,9 +188,15 @@ def test_options_that_do_not_fit_the_model(
     refuse(small, message, hint, *options)
 
 
+def test_too_little_memory_is_refused_before_the_source_is_looked_for(
+    refuse: Refuse, tmp_path: Path
+) -> None:
+    refuse(tmp_path / "none", r"--max-ram 10\.00 MB is too little: .*", "give", "--max-ram", "10MB")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_gpu_where_there_is_none(refuse: Refuse, small: Path) -> None:
-    message = "there is no usable CUDA device on this machine"
+    message = "no CUDA device was found"
     refuse(small, message, "use --device cpu", "--device", "cuda")
 
 

@@ -126,12 +126,23 @@ def test_errors_are_one_message_and_exit_code_1(
     assert result.stderr.count("Error: ") == 1
 
 
-def test_a_gpu_where_there_is_none(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cuda", "why"),
+    [
+        (None, "this PyTorch is built for CPUs: install its CUDA build"),
+        ("12.8", "`lowbit-run doctor` shows why"),
+    ],
+)
+def test_a_gpu_where_there_is_none(
+    run: Run, monkeypatch: pytest.MonkeyPatch, cuda: str | None, why: str
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.version.cuda", cuda)
     result = run(BUNDLED, "Hi", "--device", "cuda", "--json")
     assert result.exit_code == 1
     assert result.stdout == ""
-    assert result.stderr == "Error: no CUDA device was found\n\nhint: use --device cpu\n"
+    hint = f"{why}, or use --device cpu"
+    assert result.stderr == f"Error: no CUDA device was found\n\nhint: {hint}\n"
 
 
 def test_an_unreadable_file_is_one_message(run: Run, tmp_path: Path) -> None:
