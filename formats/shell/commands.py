@@ -35,12 +35,12 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 """
 
 
-def epilog(program: str, arguments: str, command: str) -> str:
-    """Text below the list of commands."""
+def epilog(program: str, arguments: str, command: str, beside: str = "") -> str:
+    """Text below the list of commands; beside: another line of short forms."""
     variable = f"_{program.replace('-', '_').upper()}_COMPLETE"
     return f"""\b
     `{program} {arguments}` is short for
-    `{program} {command} {arguments}`.
+    `{program} {command} {arguments}`.{beside}
 
     \b
     Completion of commands, options and paths, for the shell's start-up file:

@@ -14,12 +14,14 @@ from lowbit.runtime.cli.list import list_models
 from lowbit.runtime.cli.serve import serve
 from lowbit.runtime.cli.tune import tune
 
+CHAT = "\n    `lowbit-run MODEL` alone begins a chat in a terminal."
+
 
 @click.group(
     cls=Commands,
     default="generate",
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=epilog("lowbit-run", "MODEL PROMPT", "generate"),
+    epilog=epilog("lowbit-run", "MODEL PROMPT", "generate", CHAT),
 )
 @version_option
 def main() -> None:
