@@ -24,6 +24,7 @@ text { font: 12px system-ui, -apple-system, 'Segoe UI', sans-serif; fill: #76839
 .engine0 { fill: #3b82f6; }
 .engine1 { fill: #a0a8b0; }
 .engine2 { fill: #c98a1b; }
+.engine3 { fill: #8b6fc9; }
 .first { font-weight: 600; fill: #3b82f6; }
 """
 
@@ -54,7 +55,7 @@ def draw(found: dict[str, Any]) -> str:
 def draw_legend(root: Element, engines: list[str]) -> None:
     """A square and a name for every engine, side by side."""
     for number, name in enumerate(engines):
-        left = LEFT + 110.0 * number
+        left = LEFT + 140.0 * number
         box(root, left, 31, (10.0, 10.0), f"engine{number}")
         text(root, left + 16, 40, name, "start", "legend")
 
