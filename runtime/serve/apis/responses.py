@@ -203,7 +203,7 @@ def asked_of(model: ServedModel, body: ResponsesBody) -> Asked:
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
     else:
-        messages += turns_of(body.input) if body.input else [{"role": "user", "content": ""}]
+        messages += [*turns_of(body.input)] or [{"role": "user", "content": ""}]
     effort = None if body.reasoning is None else body.reasoning.effort
     switch = body.enable_thinking
     if switch is None and effort is not None:

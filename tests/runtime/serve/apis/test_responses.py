@@ -73,3 +73,13 @@ def test_what_would_be_stored_is_refused(client: Any) -> None:
         client.responses.create(model=NAME, input="Hi", previous_response_id="resp_1")
     with pytest.raises(openai.BadRequestError, match="item_reference"):
         client.responses.create(model=NAME, input=[{"type": "item_reference", "id": "msg_1"}])
+
+
+@pytest.mark.parametrize("item", [{"type": "new_thing"}, {"type": "reasoning", "summary": []}])
+def test_input_of_which_nothing_is_left_is_an_empty_one(client: Any, item: Any) -> None:
+    """As no items are."""
+    fields: dict[str, Any] = {"model": NAME, "max_output_tokens": 3, "temperature": 0}
+    for more in ({}, {"instructions": "Be brief."}):
+        one, none = (client.responses.create(**fields, **more, input=i) for i in ([item], []))
+        assert one.output_text == none.output_text
+        assert one.usage.input_tokens == none.usage.input_tokens
