@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 MOST_PIXELS = 89_478_485  # Pillow warns of files above it; a quarter of a GiB decoded
 MOST_ASPECT = 200  # of the longer side to the shorter, as in transformers
 MOST_SCAN_PIXELS = 2**31  # of a progressive JPEG: pixels times the scans that each refine them all
+# Scans of a progressive JPEG that are the work of decoding it once: encoders make 10
+PLAIN_SCANS = 16
 MOST_READS = 1 << 19  # of a file, so that one of tiny pieces does not take seconds to walk through
 MOST_SEGMENTS = 1 << 14  # of a JPEG; one with a large profile and many scans has 500
 ORIENTATION = 0x0112  # tag of EXIF
@@ -59,7 +61,7 @@ class UnreadableImageError(RequestError):
 
     Attributes:
         reason: the same words for a file whenever it is read; the message may say more.
-        pixels: those of the header, where a decoder has been at work.
+        pixels: see `worked_pixels`, where a decoder has been at work.
     """
 
     def __init__(
@@ -76,7 +78,8 @@ class ImageLimits:
 
     most_bytes: int = MOST_BYTES
     most_pixels: int = MOST_PIXELS
-    left_pixels: int = MOST_PIXELS  # what other images of its prompt leave of the prompt's limit
+    # What other images of its prompt leave of the prompt's limit, see `worked_pixels`
+    left_pixels: int = MOST_SCAN_PIXELS
 
 
 def decode_image(content: bytes, limits: ImageLimits = ImageLimits()) -> "Image":
@@ -98,8 +101,11 @@ def decode_image(content: bytes, limits: ImageLimits = ImageLimits()) -> "Image"
     try:
         image = _readers()[kind](_Counted(content))
         _check_size(image.width, image.height, limits)
-        _check_scans(content, kind, image)
-        pixels = image.width * image.height
+        scans = _scans(content)
+        _check_scans(scans, image)
+        worked = _worked(image.size, scans)
+        _check_left(worked, image.size, limits)
+        pixels = worked
         image.load()
         if kind == "PNG":
             _narrow_transparency(content[DEPTH], image)
@@ -181,13 +187,6 @@ def _check_size(width: int, height: int, limits: ImageLimits) -> None:
             f"an image has {size} = {width * height} pixels, expected at most {limits.most_pixels}",
             hint="send a smaller one",
         )
-    if width * height > limits.left_pixels:
-        raise UnreadableImageError(
-            f"an image has {size} = {width * height} pixels, all of its prompt may have "
-            f"{limits.left_pixels} more",
-            hint=FEWER_IMAGES,
-            reason="the new images of the prompt have too many pixels",
-        )
     if max(width, height) > MOST_ASPECT * min(width, height):
         raise RequestError(
             f"an image of {size} pixels is more than {MOST_ASPECT} times as long as wide",
@@ -195,9 +194,30 @@ def _check_size(width: int, height: int, limits: ImageLimits) -> None:
         )
 
 
-def _check_scans(content: bytes, kind: str, image: "ImageFile") -> None:
+def worked_pixels(content: bytes, size: tuple[int, int]) -> int:
+    """Pixels of a file that a decoder works on: its own, once more for every PLAIN_SCANS scans."""
+    return _worked(size, _scans(content))
+
+
+def _worked(size: tuple[int, int], scans: int) -> int:
+    return size[0] * size[1] * max(1, -(-scans // PLAIN_SCANS))
+
+
+def _check_left(worked: int, size: tuple[int, int], limits: ImageLimits) -> None:
+    """Refuse an image whose decoding takes more than the others of its prompt leave."""
+    if worked > limits.left_pixels:
+        width, height = size
+        scans = "" if worked == width * height else f", worked on as {worked} for its scans"
+        raise UnreadableImageError(
+            f"an image has {width} x {height} = {width * height} pixels{scans}, all of its prompt "
+            f"may have {limits.left_pixels} more",
+            hint=FEWER_IMAGES,
+            reason="the new images of the prompt have too many pixels",
+        )
+
+
+def _check_scans(scans: int, image: "ImageFile") -> None:
     """Refuse a JPEG whose scans, each over the whole image, would take minutes."""
-    scans = _scans(content) if kind == "JPEG" else 1
     if scans > 1 and scans * image.width * image.height > MOST_SCAN_PIXELS:
         most = MOST_SCAN_PIXELS // (image.width * image.height)
         raise RequestError(
@@ -208,13 +228,15 @@ def _check_scans(content: bytes, kind: str, image: "ImageFile") -> None:
 
 
 def _scans(content: bytes) -> int:
-    """Scans of a JPEG up to its end, without those of a thumbnail in a segment.
+    """Scans of a JPEG up to its end, without those of a thumbnail in a segment; 1 of others.
 
     Telephones append a short video, in which the bytes that begin a scan come by chance.
 
     Raises:
         RequestError: it has far more segments than an image needs.
     """
+    if not content.startswith(SIGNS["JPEG"]):
+        return 1
     count = place = 0
     for _ in range(MOST_SEGMENTS):
         if (found := MARKER.search(content, place)) is None:

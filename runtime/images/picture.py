@@ -15,6 +15,7 @@ from lowbit.runtime.images.decode import (
     ImageLimits,
     UnreadableImageError,
     decode_image,
+    worked_pixels,
 )
 from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.images.size import smart_size
@@ -137,15 +138,18 @@ class PictureReader:
     known: KnownPictures = field(default_factory=KnownPictures)
     sends: bool = True  # pixels go to the tower in another process
     count: int = 0
-    pixels: int = 0  # of those that have been decoded, whole or in vain
+    pixels: int = 0  # of those that have been decoded, whole or in vain, see `worked_pixels`
     kept: int = 0  # pixels that are handed on
     handed: int = 0  # images that they are of
     _read: dict[bytes, Picture] = field(default_factory=dict, repr=False)  # by digest
+    _failed: dict[bytes, RequestError] = field(default_factory=dict, repr=False)  # by SHA-256
+    # Contents by `id`, with their SHA-256: thousands of parts may name one address
+    _hashed: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
 
     def read(self, content: bytes, detail: object = "auto") -> Picture:
         """Decode a file, so that a damaged one is refused before the prompt runs.
 
-        One that the prompt shows again is the same picture.
+        One that the prompt shows again is the same picture, or fails as before.
 
         Raises:
             RequestError, ResourceError: see `decode_image`; or too many images or pixels.
@@ -154,25 +158,35 @@ class PictureReader:
         if self.count > MOST_IMAGES:
             raise too_many(MOST_IMAGES)
         settings = limited(self.settings, detail)
-        file = hashlib.sha256(content).digest()
+        file = self._hash(content)
         digest = digest_of(file, settings)
         if (same := self._read.get(digest)) is not None:
             return same
+        if (failed := self._failed.get(file)) is not None:
+            raise failed.with_traceback(None)
         limits = ImageLimits(left_pixels=MOST_PROMPT_PIXELS - self.pixels)
         try:
             size, image = self.known.size_of(content, file, limits)
-        except UnreadableImageError as error:
-            self.pixels += error.pixels
+        except RequestError as error:
+            if isinstance(error, UnreadableImageError):
+                self.pixels += error.pixels
+            self._failed[file] = error
             raise
         pixels = None
         if image is not None:
-            self.pixels += size[0] * size[1]
+            self.pixels += worked_pixels(content, size)
             pixels = self._kept(image)
         width, height = smart_size(*size, settings)
         rows, columns = height // settings.factor, width // settings.factor
         found = Picture(content, settings, rows, columns, digest, pixels)
         self._read[digest] = found
         return found
+
+    def _hash(self, content: bytes) -> bytes:
+        """SHA-256 of a file; that of the same object is computed once."""
+        if (found := self._hashed.get(id(content))) is None:
+            found = self._hashed[id(content)] = content, hashlib.sha256(content).digest()
+        return found[1]
 
     def _kept(self, image: "Image") -> Pixels | None:
         """Pixels to hand on; None if they are too many, or the system cannot share them."""

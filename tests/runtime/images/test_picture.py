@@ -3,7 +3,10 @@
 import errno
 import hashlib
 from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from PIL.Image import Image
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.images import patches
 from lowbit.runtime.images import picture as module
-from lowbit.runtime.images.decode import ImageLimits, decode_image
+from lowbit.runtime.images.decode import ImageLimits, UnreadableImageError, decode_image
 from lowbit.runtime.images.patches import image_patches
 from lowbit.runtime.images.picture import KnownPictures, PictureReader, limited
 from lowbit.runtime.images.shared import SharedBytes
@@ -108,15 +111,47 @@ def test_pixels_that_are_decoded_in_vain_count(monkeypatch: pytest.MonkeyPatch) 
     """Else a prompt with many damaged images would take a thread for minutes."""
     monkeypatch.setattr(module, "MOST_PROMPT_PIXELS", 3 * 90 * 70)
     reader = PictureReader(SETTINGS)
-    for _ in range(2):
+    for cut in (30, 31):
         with pytest.raises(RequestError, match="damaged"):
-            reader.read(PNG[:-30])
+            reader.read(PNG[:-cut])
     with pytest.raises(RequestError, match="begins with the bytes"):
         reader.read(b"hello")  # no decoder has seen it
     assert reader.pixels == 2 * 90 * 70
     reader.read(PNG)
     with pytest.raises(RequestError, match="may have 0 more"):
-        reader.read(PNG[:-30])
+        reader.read(PNG[:-32])
+
+
+def test_scans_of_a_jpeg_count_as_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of 20 KB may have thousands, each of which goes over all of its pixels."""
+    file = saved(picture(40, 40), "JPEG", progressive=True)
+    scan = file[file.rindex(b"\xff\xda") : -2]
+    files = [file[:-2] + scan * (scans - 10) + file[-2:] for scans in (10, 16, 17, 48)]
+    reader = PictureReader(SETTINGS)
+    counts = [0]
+    for each in files:
+        reader.read(each)
+        counts.append(reader.pixels)
+    assert [after - before for before, after in pairwise(counts)] == [1600, 1600, 3200, 4800]
+    monkeypatch.setattr(module, "MOST_PROMPT_PIXELS", 3199)
+    with pytest.raises(RequestError, match=r"= 1600 pixels, worked on as 3200 for its scans, all"):
+        PictureReader(SETTINGS).read(files[2])
+
+
+def test_an_image_that_fails_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of parts may name one address, whose file comes once."""
+    reads = Mock(side_effect=decode_image)
+    hashes = Mock(side_effect=hashlib.sha256)
+    monkeypatch.setattr(module, "decode_image", reads)
+    reader, file = PictureReader(SETTINGS), PNG[:-30]
+    monkeypatch.setattr(module, "hashlib", SimpleNamespace(sha256=hashes))
+    words = set()
+    for each in (file, file, bytes(bytearray(file))):
+        with pytest.raises(UnreadableImageError, match="damaged") as caught:
+            reader.read(each)
+        words.add(str(caught.value))
+    assert (len(words), reads.call_count) == (1, 1)
+    assert [call.args[0] for call in hashes.call_args_list].count(file) == 2
 
 
 def test_an_image_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
