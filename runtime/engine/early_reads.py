@@ -21,10 +21,15 @@ class EarlyReads:
     _read_at: float = 0.0  # time at which the last tokens were read
     _mixed: bool = False  # the step under way has prompts behind that time
 
-    def take(self) -> bool:
-        """True if this turn reads first tokens."""
+    def take(self, decoding: bool) -> bool:
+        """True if this turn reads first tokens.
+
+        Args:
+            decoding: some sequences still run; else the turn may be the last one for long, and
+                shall let go of everything.
+        """
         due, self.due = self.due, False
-        return due
+        return due and decoding
 
     def note_read(self) -> None:
         """Note that first tokens have been read: the plain part of their step is under way."""

@@ -154,7 +154,7 @@ class Engine:
     def _step(self) -> bool:
         """Schedule, run, commit; returns False if there was nothing to do."""
         scheduler, on_gpu = self.scheduler, self.runner.on_gpu
-        if self._early_reads.take() and len(self._sent) > 1:
+        if self._early_reads.take(bool(scheduler.decoding)) and len(self._sent) > 1:
             self._commit(1)
             self._early_reads.note_read()
             return True

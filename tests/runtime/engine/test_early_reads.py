@@ -178,3 +178,18 @@ def test_the_prompts_of_a_step_are_no_measure_of_a_plain_one(
     assert sent[:5] == ["prompt 2", "plain", "plain", "prompt 3", "plain"]
     assert (sent[5] == "prompt 4") == early
     assert early or sent[6] == "prompt 4"
+
+
+def test_one_step_lets_go_of_requests_that_are_cancelled_before_an_early_read(
+    on_gpu: Callable[[float], Gpu],
+) -> None:
+    """A server runs no more behind the last answer."""
+    gpu = on_gpu(0.5)
+    handles = [gpu.ask(1, 60)]
+    for _ in range(20):
+        gpu.engine.step()
+    handles.append(gpu.ask(2, 9))
+    gpu.engine.step()
+    for handle in handles:
+        handle.cancel()
+    assert [gpu.engine.step(), gpu.engine.step()] == [True, False]
