@@ -9,6 +9,7 @@ Page-locked memory takes half a millisecond a megabyte, 25 ms for a state of a 4
 chat leaves two or three. So it is allocated while nobody waits, piece by piece: see `prepare`.
 """
 
+import logging
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from lowbit.formats.architectures.footprint import STAGED
 from lowbit.runtime.state.delta import DeltaSlots
 
+log = logging.getLogger("lowbit")
 LEAST_PIECE, MOST_PIECE = 1 << 20, 8 << 20  # bytes; the larger takes 4 ms
 READY_BYTES = 2 << 30  # page-locked memory that waits for snapshots: 41 states of a 4B
 
@@ -37,6 +39,7 @@ class Snapshots:
         self._sizes = piece_sizes(size) if staged else [size]  # of a snapshot's pieces of memory
         self._kept: dict[int, list[Tensor]] = {}
         self._ready: list[list[Tensor]] = []  # memory for others; the last may lack pieces
+        self._refused = False  # the system has refused some, and is asked when it is needed
         buffers = STAGED if staged and slots.count else 0
         self._buffers = [
             torch.empty(size, dtype=torch.uint8, device=device) for _ in range(buffers)
@@ -86,17 +89,28 @@ class Snapshots:
     @property
     def lacks_memory(self) -> bool:
         """True while `prepare` has something to do."""
-        if not self._buffers:  # memory that is not page-locked takes no time
+        if not self._buffers or self._refused:  # what is not page-locked takes no time
             return False
         most = min(self.count - len(self._kept), READY_BYTES // self._slots.slot_bytes)
         return sum(len(each) == len(self._sizes) for each in self._ready) < most
 
     def prepare(self) -> None:
-        """Allocate a piece of the memory that later snapshots will need."""
+        """Allocate a piece of the memory that later snapshots will need.
+
+        Nobody needs it yet: where the system refuses it, a warning says so and nothing is raised,
+        which would end all ranks.
+        """
+        if self._refused:  # while another rank still has some
+            return
         if not self._ready or len(self._ready[-1]) == len(self._sizes):
             self._ready.append([])
         last = self._ready[-1]
-        last.append(self._new_memory(self._sizes[len(last)]))
+        try:
+            last.append(self._new_memory(self._sizes[len(last)]))
+        except (RuntimeError, MemoryError) as error:  # the former of CUDA
+            self._refused = True
+            reason = str(error).strip().split("\n")[0]
+            log.warning("memory for later snapshots is not locked ahead: %s", reason)
 
     def _take_memory(self) -> list[Tensor]:
         """Memory for a snapshot; pieces that are not ready are allocated now."""

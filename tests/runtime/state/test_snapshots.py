@@ -260,6 +260,39 @@ def test_no_more_memory_is_ready_than_all_snapshots_take(
     assert not staged.lacks_memory
 
 
+def test_memory_that_is_refused_ahead_is_asked_for_when_it_is_needed(
+    slots: DeltaSlots,
+    staged: Snapshots,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An error would end all ranks of a model, and the server with them."""
+    new, refused = Snapshots._new_memory, [False]
+
+    def full(snapshots: Snapshots, size: int) -> Tensor:
+        if refused[0]:
+            raise RuntimeError("CUDA error: out of memory\nmore words")
+        return new(snapshots, size)
+
+    monkeypatch.setattr(Snapshots, "_new_memory", full)
+    staged.prepare()
+    refused[0] = True
+    assert staged.lacks_memory
+    for _ in range(2):  # another rank may have more
+        staged.prepare()
+    assert not staged.lacks_memory
+    assert caplog.messages == [
+        "memory for later snapshots is not locked ahead: CUDA error: out of memory"
+    ]
+    fill(slots, 1, 7)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        staged.save(1, 3)
+    refused[0] = False
+    staged.save(1, 3)
+    staged.restore(3, 2)
+    assert values(slots, 2) == {7, -7}
+
+
 @pytest.mark.gpu
 def test_a_gpu_brings_back_what_many_steps_have_left() -> None:
     """States as large as those of a 4B, saved faster than the bus takes them; nothing is waited for
