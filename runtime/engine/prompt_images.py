@@ -34,8 +34,10 @@ class PromptImages:
     _made: dict[int, Tensor] = field(default_factory=dict)  # embeddings of spans, by start
     _work: Iterator[Tensor | Future[Any] | None] | None = None  # on the first that is not made
     _ahead: deque[ImageSpan] = field(default_factory=deque)  # that no thread has begun with
-    # Results of threads, by the start of their spans: kept until the embeddings are taken
+    # Work of threads, by the start of their spans; what has brought embeddings is kept until they
+    # are taken, and looked at no more: a prompt may have thousands
     _begun: dict[int, Future[Any]] = field(default_factory=dict)
+    _ended: dict[int, Future[Any]] = field(default_factory=dict)
 
     def axes(self, first: int, count: int) -> Tensor | None:
         """Positions [3, count] of a chunk's tokens; None where none of them is an image's."""
@@ -82,10 +84,14 @@ class PromptImages:
 
     def _free(self, beside: int | None = None) -> int:
         """Images that may be begun now; none where one has failed, which ends the request."""
+        for start, each in list(self._begun.items()):  # another thread may `leave`
+            if _has_embeddings(each):
+                self._ended[start] = each
+                self._begun.pop(start, None)
         begun = [each for start, each in list(self._begun.items()) if start != beside]
         if any(each.done() and each.exception() is not None for each in begun):
             return 0
-        return AHEAD - sum(not _has_embeddings(each) for each in begun)
+        return AHEAD - len(begun)
 
     def waits(self) -> list[Future[Any]]:
         """Threads' work that has been begun and has to be done before the prompt is given room."""
@@ -101,7 +107,7 @@ class PromptImages:
 
     def leave(self) -> None:
         """Let go of what threads do for the prompt, from any thread: it has been cancelled."""
-        self._ahead, self._begun, self._work = deque(), {}, None
+        self._ahead, self._begun, self._ended, self._work = deque(), {}, {}, None
 
     def make(
         self, first: int, count: int, until: float | None = None, others: bool = False
@@ -134,7 +140,7 @@ class PromptImages:
                 if isinstance(piece, Tensor):
                     check_embeddings(span, piece, self.hidden)
                     self._made[span.start] = piece
-                    self._begun.pop(span.start, None)
+                    self._let_go(span)
                     break
                 if isinstance(piece, Future):
                     pauses = others or not wait([piece], TURN_S).done
@@ -150,9 +156,13 @@ class PromptImages:
         for span in self.spans:
             if span.stop <= before:
                 self._made.pop(span.start, None)
-                self._begun.pop(span.start, None)
+                self._let_go(span)
         if self.stop <= before:
             self.leave()
+
+    def _let_go(self, span: ImageSpan) -> None:
+        self._begun.pop(span.start, None)
+        self._ended.pop(span.start, None)
 
     def embedded(self, first: int, count: int) -> tuple[Embedded, ...]:
         """Embeddings of image tokens among `count` tokens from `first` on, counted from it."""

@@ -81,6 +81,7 @@ class Vision:
     known: KnownPictures = field(default_factory=KnownPictures, repr=False)
     _tower: VisionTower | None = field(default=None, repr=False)  # on a CPU its thread's own
     _kept: OrderedDict[bytes, Tensor] = field(default_factory=OrderedDict, repr=False)
+    _kept_bytes: int = 0
     # By digest; gone with the last request that waits for them
     _cuts: WeakValueDictionary[bytes, PictureWork[CutPicture]] = field(
         default_factory=WeakValueDictionary, repr=False
@@ -250,10 +251,12 @@ class Vision:
             raise too_large(needed, "cpu", advice)
 
     def _keep(self, digest: bytes, made: Tensor) -> None:
+        if (before := self._kept.pop(digest, None)) is not None:
+            self._kept_bytes -= before.nbytes
         self._kept[digest] = made
-        self._kept.move_to_end(digest)
-        while sum(each.nbytes for each in self._kept.values()) > self.cache_bytes:
-            self._kept.popitem(last=False)
+        self._kept_bytes += made.nbytes
+        while self._kept_bytes > self.cache_bytes:
+            self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def _is_on_gpu(self, picture: Picture) -> bool:
         """True if the tower is on a GPU, or has room there; else its place becomes the CPU.

@@ -1,16 +1,19 @@
 """Embeddings of a prompt's images: made once, in pieces, by threads that nobody else waits for."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import LowbitError, RequestError, ResourceError
 from lowbit.runtime.engine import engine
+from lowbit.runtime.engine.prompt_images import images_of
 from lowbit.runtime.engine.span import ImageSpan
 from tests.runtime.engine.small_engine import assert_all_free
 from tests.runtime.engine.test_images import (
@@ -423,3 +426,42 @@ def test_embeddings_of_another_form_are_refused(
     wrong = replace(prompt, spans=(replace(span, embeddings=tower),))
     with pytest.raises(RequestError, match=r"embeddings \[4, 64\] of torch.float32, expected"):
         submitted(fresh(), wrong)
+
+
+def test_what_is_done_for_images_grows_with_their_number() -> None:
+    """A prompt may have thousands, and all other requests wait for what is done in a step."""
+    looks = Counter[int]()
+
+    class Work(Future[Tensor]):
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.count = count
+
+        def done(self) -> bool:
+            looks[self.count] += 1
+            return super().done()
+
+    @dataclass
+    class Source:
+        count: int
+
+        def is_made(self) -> bool:
+            return False
+
+        def prepare(self) -> Work:
+            work = Work(self.count)
+            work.set_result(torch.zeros(1, 4))
+            return work
+
+        def __call__(self) -> Iterator[Tensor]:
+            yield torch.zeros(1, 4)
+
+    for count in (100, 200):
+        spans = tuple(ImageSpan(at, 1, 1, Source(count), bytes([at])) for at in range(count))
+        images = images_of(spans, count + 1, 4)
+        assert images is not None
+        images.prepare(0)
+        while images.late:
+            images.begin_ahead()
+        assert images.make(0, count)
+    assert 0 < looks[200] <= 2.1 * looks[100]
