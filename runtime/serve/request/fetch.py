@@ -8,6 +8,7 @@ import asyncio
 import socket
 import ssl
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,6 +41,10 @@ MOST_HEAD = 64 << 10  # bytes before the content
 MOST_PIECES = 1 << 16  # headers, and parts of the content: each is a call on the event loop
 TOGETHER = 4  # images of a request that are fetched at a time
 TIME_S = 20.0  # from the first look at a name to the last byte, redirects included
+# That an address is not asked for an image of an earlier turn once it has taken TIME_S; else each
+# turn of a chat would wait as long
+SLOW_S = 300.0
+MOST_SLOW = 1024  # such addresses
 REQUEST_TIME_S = 60.0  # of all images of a request, with what they wait for places
 # For all failures, as the line of text for an image shall be the same in every turn
 NOT_FETCHED = "it could not be fetched"
@@ -238,6 +243,8 @@ class ImageFetcher:
     time_s: float = TIME_S
     request_time_s: float = REQUEST_TIME_S
     places: Places = field(default_factory=Places)
+    # Addresses that have taken too long, by the event loop's time at which they may be asked again
+    _slow: OrderedDict[str, float] = field(default_factory=OrderedDict)
 
     @cached_property
     def tls(self) -> ssl.SSLContext:
@@ -293,6 +300,8 @@ class ImageFetcher:
                 content: bytes | RequestError
                 try:
                     budget.take(0)  # nobody is asked once the bytes are used up
+                    if not parts[0].newest and self._is_slow(address):
+                        raise RequestError(NOT_FETCHED)
                     content = await self.fetch(address, budget, asker)
                 except RequestError as error:
                     if parts[0].newest:
@@ -323,6 +332,7 @@ class ImageFetcher:
         try:
             return await self._follow(address, budget or Budget(), asker or Asker(""))
         except TimeoutError:
+            self._note_slow(address)
             raise RequestError(
                 f"the image's host took longer than {self.time_s:g} s", SEND
             ) from None
@@ -330,6 +340,15 @@ class ImageFetcher:
             raise RequestError("the certificate of the image's host is not trusted", SEND) from None
         except OSError:
             raise RequestError("the image's host cannot be reached, or broke off", SEND) from None
+
+    def _is_slow(self, address: str) -> bool:
+        return self._slow.get(address, 0.0) > asyncio.get_running_loop().time()
+
+    def _note_slow(self, address: str) -> None:
+        self._slow.pop(address, None)
+        self._slow[address] = asyncio.get_running_loop().time() + SLOW_S
+        if len(self._slow) > MOST_SLOW:
+            self._slow.popitem(last=False)
 
     async def _follow(self, address: str, budget: Budget, asker: Asker) -> bytes:
         target = target_of(address, self.allowed)

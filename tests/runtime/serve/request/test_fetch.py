@@ -464,3 +464,29 @@ def test_old_images_leave_time_and_bytes_to_new_ones(
     assert [str(each) for each in old[:3]] == [NOT_FETCHED] * 3
     assert old[3] == FILE  # a new one has the same address
     assert host.paths == ["/a", "/b", "/old?2"]  # nobody is asked once the bytes are used up
+
+
+def test_later_turns_do_not_wait_for_a_host_that_was_slow(
+    host: ImageHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would take as long each, although the answer needs no image of an earlier turn."""
+    host.replies["/slow"] = None
+    one = fetcher(host, time_s=0.05)
+    later = parts_of(number=1)
+
+    async def run() -> None:
+        for _ in range(3):
+            contents = [*parts_of(host.url("/slow")), *later]
+            await one.fetch_all(contents)
+            assert [str(each) for each in fetched_parts(contents)] == [NOT_FETCHED]
+        assert host.paths == ["/slow"]
+        with pytest.raises(ApiError, match="took longer"):
+            await one.fetch_all(parts_of(host.url("/slow")))  # that of the newest turn is needed
+        monkeypatch.setattr(module, "SLOW_S", -1.0)
+        with pytest.raises(ApiError, match="took longer"):
+            await one.fetch_all(parts_of(host.url("/slow")))
+        host.replies["/slow"] = reply(FILE)
+        await one.fetch_all(contents := [*parts_of(host.url("/slow")), *later])
+        assert fetched_parts(contents) == [FILE]
+
+    asyncio.run(run())
