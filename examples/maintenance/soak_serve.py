@@ -47,6 +47,7 @@ PLACE = {
 }
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": PLACE}}
 WORDS = ("cat", "dog", "ran", "to", "the", "park", "and", "saw", "a", "big", "red", "ball")
+IDS = (32, 350)  # tokens of every bundled model
 Make = Callable[[random.Random], tuple[str, dict[str, Any]]]
 
 
@@ -79,7 +80,7 @@ def chat(random: random.Random) -> tuple[str, dict[str, Any]]:
         ("min_p", random.random() / 4),
         ("presence_penalty", random.uniform(-2, 2)),
         ("repetition_penalty", random.uniform(1, 1.3)),
-        ("logit_bias", {str(random.randint(300, 4000)): random.uniform(-9, 9)}),
+        ("logit_bias", {str(random.randint(*IDS)): random.uniform(-9, 9)}),
         ("stop", ["the", "dog"]),
         ("n", random.randint(1, 3)),
         ("seed", random.randint(0, 99)),
@@ -102,7 +103,7 @@ def chat(random: random.Random) -> tuple[str, dict[str, Any]]:
 def completion(random: random.Random) -> tuple[str, dict[str, Any]]:
     """Texts or ids to continue, perhaps with their log-probabilities."""
     prompts: Any = [
-        [random.randint(300, 4000) for _ in range(random.randint(1, 300))]
+        [random.randint(*IDS) for _ in range(random.randint(1, 300))]
         for _ in range(random.randint(1, 3))
     ]
     body = {"model": NAME, "prompt": prompts, "max_tokens": random.randint(1, 40)}
