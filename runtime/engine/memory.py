@@ -298,7 +298,10 @@ def asked_cache(account: Account, options: LoadOptions, drafts: int) -> CacheSiz
     sequences = options.max_sequences or SEQUENCES
     limit = account.opened.config.max_position_embeddings
     if context is not None and not 1 <= context <= limit:
-        raise RequestError(f"context {context}: the model has positions for 1 to {limit} tokens")
+        raise RequestError(
+            f"context {context}: the model has positions for 1 to {limit} tokens",
+            hint="more take YaRN in its config.json: see docs/long-contexts.md",
+        )
     wanted = context or min(limit, DEFAULT_CONTEXT)
     if tokens is not None and tokens < wanted:
         raise RequestError(f"a cache of {tokens} tokens is smaller than the context of {wanted}")
