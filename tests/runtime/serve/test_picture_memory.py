@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.commands
+
 SIDE = 5000
 CODE = f"""
 import io
