@@ -11,9 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 from tests.short_models import Shorten
+
+pytestmark = pytest.mark.kernels
 
 ROOT = Path(__file__).parents[3]
 WIDTHS = {"64": (32, 64), "256": (96, 256)}  # tokens of steps, by those of the largest

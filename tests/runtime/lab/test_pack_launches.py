@@ -18,6 +18,8 @@ from torch import Tensor
 
 from tests.short_models import Shorten
 
+pytestmark = pytest.mark.kernels
+
 ROOT = Path(__file__).parents[3]
 ROWS = 24
 WAYS = ("int8", "exact")  # of activations

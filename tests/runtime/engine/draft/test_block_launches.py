@@ -19,6 +19,8 @@ import pytest
 from tests.drafters import KINDS, XPRESS, write_drafter
 from tests.short_models import Shorten
 
+pytestmark = pytest.mark.kernels
+
 ROOT = Path(__file__).parents[4]
 ROUNDS = [(1, 7), (1, 3), (2, 7), (3, 3), (8, 1)]  # sequences, drafts of each
 LAYERS = 2  # of the drafter, and of the model

@@ -21,6 +21,8 @@ from torch import Tensor
 from tests.drafters import LILICORR, write_drafter
 from tests.short_models import Shorten
 
+pytestmark = pytest.mark.kernels
+
 ROOT = Path(__file__).parents[4]
 RANKS = 2
 PLAIN = (1, 2, 4, 16, 96)  # tokens

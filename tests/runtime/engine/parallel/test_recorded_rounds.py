@@ -139,7 +139,9 @@ def known() -> dict[SamplingParams, tuple[Any, int]]:
 
 
 @pytest.mark.usefixtures("_as_on_gpus")
-@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "params", [GREEDY, pytest.param(DRAWN, marks=pytest.mark.commands)], ids=["greedy", "drawn"]
+)
 @pytest.mark.parametrize(
     ("modes", "drafter"),
     [((("ngram", 3), ("mtp", 7), ("auto", 3)), None), ((("dflash", 7), ("auto", 15)), DRAFTER)],
