@@ -6,7 +6,6 @@ driver.
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,23 +13,19 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from torch import Tensor
 
+from tests.runtime.launched_kinds import LaunchedKinds, listed_by
 from tests.short_models import Shorten
 
 pytestmark = pytest.mark.kernels
 
-ROOT = Path(__file__).parents[3]
 ROWS = 24
 WAYS = ("int8", "exact")  # of activations
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5"])
 def test_packs_launch_what_was_compiled_ahead(shorten: Shorten, name: str) -> None:
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.runtime.lab.test_pack_launches", str(shorten(name))]
-    done = subprocess.run(command, check=True, capture_output=True, env=env, text=True, cwd=ROOT)
-    found = json.loads(done.stdout)
+    found = listed_by("tests.runtime.lab.test_pack_launches", shorten(name))
     assert len(found) == len(WAYS)
     for ahead, chunks, firsts in found:
         assert min(len(chunks), len(firsts)) > 5
@@ -52,30 +47,13 @@ def launches_of(folder: Path, activations: Any) -> list[list[str]]:
     from lowbit.runtime.state.sampling_params import SamplingParams
     from lowbit.runtime.thresholds import PACK_SEQUENCES
 
-    seen: set[str] = set()
-
-    def kind(value: Any) -> str:
-        if isinstance(value, Tensor):
-            return f"{value.dtype} {value.storage_offset() * value.itemsize % 16 == 0}"
-        if isinstance(value, int) and not isinstance(value, bool):
-            return f"{value == 1} {value % 16 == 0}"
-        return repr(value)
-
-    def record(kernel: Any, grid: Any, arguments: Any, named: Any) -> None:
-        options = sorted((name, repr(value)) for name, value in named.items())
-        seen.add(f"{kernel.__name__} {[kind(each) for each in arguments]} {options}")
-
-    def launched() -> list[str]:
-        found = sorted(seen)
-        seen.clear()
-        return found
-
-    fake_gpu.fake_gpu(H200, record)
+    kinds = LaunchedKinds()
+    fake_gpu.fake_gpu(H200, kinds.note)
     opened = with_activations(open_model(folder, "int4"), activations)
     options = LoadOptions(max_sequences=ROWS, context=600, activations=activations)
     runner = fake_gpu.meta_runner(opened, options, 4000)
     fake_gpu.send_steps(runner, [SamplingParams()], hopper=True)
-    ahead = launched()
+    ahead = kinds.take()
 
     def sequences(counts: tuple[int, ...], length: int) -> list[Sequence]:
         found = []
@@ -90,12 +68,12 @@ def launches_of(folder: Path, activations: Any) -> list[list[str]]:
             for last in (False, True):
                 with mock.patch.object(Chunks, "_is_common", return_value=False):
                     list(runner.chunk(sequences(counts, length), last))
-    chunks = launched()
+    chunks = kinds.take()
     for count in range(1, 1 + PACK_SEQUENCES):
         shape = count, runner.decoder.config.hidden_size
         hidden = torch.empty(shape, dtype=fake_gpu.DTYPE, device="meta")
         runner.begin(sequences((0,) * count, 20), hidden)
-    return [ahead, chunks, launched()]
+    return [ahead, chunks, kinds.take()]
 
 
 def packs(most: int) -> Iterator[tuple[int, ...]]:

@@ -6,7 +6,6 @@ since Triton knows one driver.
 
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,11 +16,11 @@ from unittest import mock
 import pytest
 
 from tests.drafters import KINDS, XPRESS, write_drafter
+from tests.runtime.launched_kinds import listed_by
 from tests.short_models import Shorten
 
 pytestmark = pytest.mark.kernels
 
-ROOT = Path(__file__).parents[4]
 ROUNDS = [(1, 7), (1, 3), (2, 7), (3, 3), (8, 1)]  # sequences, drafts of each
 LAYERS = 2  # of the drafter, and of the model
 
@@ -36,12 +35,9 @@ def launches(
         own = base.get("dflash_config")
         changes: dict[str, Any] = section if own is None else {"dflash_config": own | section}
         write_drafter(place / kind, base=base, num_target_layers=LAYERS, **changes)
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.runtime.engine.draft.test_block_launches"]
-    command += [str(shorten("tiny-qwen3.5")), *(str(place / kind) for kind in KINDS)]
-    done = subprocess.run(command, check=False, capture_output=True, env=env, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    found = [[Counter(each) for each in some] for some in json.loads(done.stdout)]
+    module, drafters = "tests.runtime.engine.draft.test_block_launches", map(place.joinpath, KINDS)
+    listed = listed_by(module, shorten("tiny-qwen3.5"), *drafters)
+    found = [[Counter(each) for each in some] for some in listed]
     return dict(zip(KINDS, found, strict=True))
 
 

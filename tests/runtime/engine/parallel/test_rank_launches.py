@@ -6,7 +6,6 @@ driver.
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,11 +18,11 @@ import pytest
 from torch import Tensor
 
 from tests.drafters import LILICORR, write_drafter
+from tests.runtime.launched_kinds import listed_by
 from tests.short_models import Shorten
 
 pytestmark = pytest.mark.kernels
 
-ROOT = Path(__file__).parents[4]
 RANKS = 2
 PLAIN = (1, 2, 4, 16, 96)  # tokens
 ROUNDS = [(1, 1), (1, 3), (1, 7), (2, 1), (2, 3), (3, 3), (4, 3)]  # sequences, and drafts of each
@@ -36,11 +35,8 @@ def launches(shorten: Shorten, tmp_path_factory: pytest.TempPathFactory) -> list
     drafter, own = tmp_path_factory.mktemp("drafter"), LILICORR["dflash_config"]
     section = own | {"target_layer_ids": [0]}
     write_drafter(drafter, base=LILICORR, num_target_layers=2, dflash_config=section)
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.runtime.engine.parallel.test_rank_launches"]
-    command += [str(shorten("tiny-qwen3.5")), str(drafter)]
-    done = subprocess.run(command, check=True, capture_output=True, env=env, text=True, cwd=ROOT)
-    found: list[Any] = json.loads(done.stdout)
+    module = "tests.runtime.engine.parallel.test_rank_launches"
+    found: list[Any] = listed_by(module, shorten("tiny-qwen3.5"), drafter)
     return found
 
 
