@@ -78,7 +78,7 @@ class ImageLimits:
 
     most_bytes: int = MOST_BYTES
     most_pixels: int = MOST_PIXELS
-    # What other images of its prompt leave of the prompt's limit, see `worked_pixels`
+    # Rest of the prompt's limit behind its other images, see `worked_pixels`
     left_pixels: int = MOST_SCAN_PIXELS
 
 

@@ -33,8 +33,8 @@ DETAIL_PIXELS: Mapping[Detail, int] = {
 }
 MOST_NEW_IMAGES = 100  # of the newest turn
 MOST_IMAGES = 4096  # of a prompt: 64 tokens each, Qwen3.5's least, fill a context of 262,144
-# Of a prompt's images that nobody has read before: 128 screens of 3840 x 2160, with `auto` as many
-# as 262,144 tokens hold
+# Limit for those images of a prompt that nobody has read before: 128 screens of 3840 x 2160, with
+# `auto` as many as 262,144 tokens hold
 MOST_PROMPT_PIXELS = 1 << 30
 MOST_KNOWN = 1 << 14  # images whose sizes are remembered, in 4 MB
 # Decoded pixels of a prompt that are handed on to the engine: those of a screen of 3840 x 2160

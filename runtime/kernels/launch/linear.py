@@ -343,7 +343,7 @@ class DenseLaunch:
 FEW_DENSE_ROWS = 1024  # which leave multiprocessors without a program
 DENSE_BLOCK = 16  # tokens of a program of few rows
 SMALL_DENSE_PROGRAMS = 256  # some two for each multiprocessor
-# Of more rows, or more such programs: four times the products with 2.5 times the instructions.
+# For more rows, or more such programs: four times the products with 2.5 times the instructions.
 LARGE_DENSE = DenseLaunch(32, 2)
 
 

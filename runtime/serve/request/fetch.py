@@ -41,8 +41,8 @@ MOST_HEAD = 64 << 10  # bytes before the content
 MOST_PIECES = 1 << 16  # headers, and parts of the content: each is a call on the event loop
 TOGETHER = 4  # images of a request that are fetched at a time
 TIME_S = 20.0  # from the first look at a name to the last byte, redirects included
-# That an address is not asked for an image of an earlier turn once it has taken TIME_S; else each
-# turn of a chat would wait as long
+# Pause behind an address that has taken TIME_S, for images of earlier turns; else each turn of a
+# chat would wait as long
 SLOW_S = 300.0
 MOST_SLOW = 1024  # such addresses
 REQUEST_TIME_S = 60.0  # of all images of a request, with what they wait for places

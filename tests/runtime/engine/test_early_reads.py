@@ -1,4 +1,4 @@
-"""Who asks while prompts run on a GPU gets into the next step, unless the GPU would wait for that.
+"""Requests during prompts on a GPU get into the next step, unless the GPU would wait for that.
 
 A stand-in for the GPU has a clock: what is sent to it takes its time, and the host's clock goes on
 by what the host does, and to the end of what it waits for.

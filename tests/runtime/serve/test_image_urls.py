@@ -110,7 +110,7 @@ def test_others_are_refused_by_their_part(
 def test_a_line_stands_for_an_old_one_that_is_not_there(
     fetching: Running, images: ImageHost, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
-    """The same one however it fails, so that the cache has what comes behind it."""
+    """The line is the same for all failures, so that the cache has the text behind it."""
     prompts = []
     for status in (b"404 Gone", b"500 Oops"):
         images.replies["/old.png"] = b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\n\r\n"

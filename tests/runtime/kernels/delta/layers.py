@@ -15,7 +15,8 @@ from lowbit.runtime.state.step import NO_SLOT, Span, Step
 from lowbit.runtime.weights.layers import DeltaLayer
 
 EPS = 1e-6
-# Of the memory, relative to its norm; three products of BF16 err by some 6e-6, one of TF32 by 3e-4
+# Error of the memory, relative to its norm; three products of BF16 err by some 6e-6, one of TF32 by
+# 3e-4
 FP32_ERROR = 1e-5
 SLOTS = 8
 HOME = 5  # the slot of a test's only sequence

@@ -88,7 +88,7 @@ def test_packed_sequences_match_each_alone(
 
 @pytest.mark.parametrize("sizes", [NARROW, pytest.param(REAL[1], marks=GPU)], ids=str)
 def test_a_sequence_keeps_its_infinities(make_layer: MakeLayer, sizes: Sizes) -> None:
-    """What is not a number in one sequence, or in its state, reaches no token of its neighbours."""
+    """Infinities and NaN of one sequence, or of its state, reach no token of its neighbours."""
     layer = make_layer(sizes)
     sequences: list[Tokens] = [(b, [NO_SLOT, NO_SLOT, b]) for b in (1, 2, 3)]
     qkvz, ba = layer.inputs(9)
