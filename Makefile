@@ -14,6 +14,8 @@ PINNED := $(VENV)/compressed-tensors-0.17
 DOCS := $(VENV)/docs
 export LAUNCHES ?= usual
 export PYTHONDONTWRITEBYTECODE :=  # tests start Python many times: it need not compile all again
+# A test that hangs fails after five minutes, with the stacks of its threads: the longest takes one
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 USUAL := not gpu and not kernels and not clients and not scripts and not commands
 marked = $(shell grep -rl --include='test_*.py' 'mark\.$(1)\>' tests)# files with tests of a mark: others need no import
 
@@ -24,13 +26,13 @@ demo: $(VENV)/.installed
 	$(BIN)/lowbit-run $(PACKED) --raw --max-new-tokens 200 --seed 1 "Once upon a time, a little robot"
 
 test: $(VENV)/.installed-dev  # a thread a process: those of several wait for each other's cores
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "$(USUAL)"
+	$(PYTEST) -n auto --dist worksteal -m "$(USUAL)"
 
 quick: $(VENV)/.installed-dev  # about a minute: what mirrors the files that differ from main, the rooms' order, the docs
 	OMP_NUM_THREADS=1 $(BIN)/python examples/maintenance/mirrored_tests.py | xargs $(BIN)/pytest -n auto --dist worksteal -x -m "$(USUAL) and not slow"
 
 test-nightly: $(VENV)/.installed-dev  # 400 examples of each property in place of 25
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal --hypothesis-profile nightly -m "hypothesis and $(USUAL)"
+	$(PYTEST) -n auto --dist worksteal --hypothesis-profile nightly -m "hypothesis and $(USUAL)"
 
 test-kernels: $(VENV)/.installed-dev  # compiles every kernel for Hopper and for one of the other cards, in one of 64 launches, which LAUNCHES=WORD draws anew; KERNELS=DIR keeps what is compiled; emulates the shapes that make test leaves out; one at a time, since they are few and long
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist load --maxschedchunk 1 -m "kernels and not every_kernel" $(call marked,kernels)
@@ -39,16 +41,16 @@ test-every-kernel: $(VENV)/.installed-dev  # before a release: every launch of e
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist load --maxschedchunk 1 -m kernels $(call marked,kernels)
 
 test-scripts: $(VENV)/.installed-dev  # those of examples/
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m scripts $(call marked,scripts)
+	$(PYTEST) -n auto --dist worksteal -m scripts $(call marked,scripts)
 
 test-commands: $(VENV)/.installed-dev  # whole commands: chats, servers with suites of clients, calibrations, reports, interruptions, completion, extremes of every number, a peak of memory
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m "commands and not memory" $(call marked,commands)
+	$(PYTEST) -n auto --dist loadfile -m "commands and not memory" $(call marked,commands)
 
 test-memory: $(VENV)/.installed-dev  # before a release: all peaks of memory
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 1 -m memory $(call marked,memory)
 
 test-clients: $(VENV)/.installed-clients $(PINNED)  # lm-evaluation-harness, the compressed-tensors that vLLM pins, and the chat page in Chromium
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m clients $(call marked,clients)
+	$(PYTEST) -n auto -m clients $(call marked,clients)
 
 docs: $(DOCS)/.installed  # the site of docs/, into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
