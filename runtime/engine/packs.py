@@ -107,26 +107,28 @@ def packable(sequence: Sequence) -> bool:
     return sequence.images is None and sequence.request.prompt_logprobs is None
 
 
-def runs_beside(
+def awaited(
     sequence: Sequence, others: list[Sequence], known: Callable[[Sequence], int]
-) -> bool:
-    """True if the prompt of a sequence that waits need not wait for those of others.
+) -> Sequence | None:
+    """The one of some prompts that run by which a prompt that waits begins.
 
     Args:
+        sequence: whose prompt waits, see `packable`.
         others: sequences whose prompts run.
         known: tokens of its prompt that the prefix cache has.
+
+    Returns:
+        The first of which the cache will have tokens that are worth waiting for; None if none is.
     """
-    if not packable(sequence):
-        return False
     alike = [each for each in others if _begin_alike(sequence, each, SHARED)]
     if not alike:
-        return True
+        return None
     least = SHARED + known(sequence)
     for each in alike:
         coming = next((end for end in each.chunk_ends if end >= least), None)
         if coming is not None and _begin_alike(sequence, each, coming):
-            return False
-    return True
+            return each
+    return None
 
 
 def _begin_alike(waiting: Sequence, running: Sequence, count: int) -> bool:

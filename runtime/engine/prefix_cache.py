@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import inf
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,6 +13,7 @@ from lowbit.runtime.engine.request import Request
 from lowbit.runtime.state.page_counts import PAGE, pages_for
 from lowbit.runtime.state.pool import Pool
 
+BLOCK = 4096  # keys that are compared at once: they stay in a core's cache
 MOST_PREFIXES = 64  # or one for each row; every prompt is compared with all of them
 
 
@@ -41,25 +43,22 @@ class Prefix:
             chunk_ends: of the prompt: up to `fresh` it reuses only what it would compute to the
                 bit; None reuses whatever there is, which may be rounded otherwise.
         """
-        lengths = list(self.snapshots) if recurrent else list(self.chunk_ends)
+        lengths = [n for n in (self.snapshots if recurrent else self.chunk_ends) if n <= shared]
         if not recurrent and shared >= self.decoded:
             lengths.append(shared)
-        return max(
-            (
-                n
-                for n in lengths
-                if n <= shared and (chunk_ends is None or self._allows(n, chunk_ends))
-            ),
-            default=0,
-        )
+        if lengths and chunk_ends is not None:
+            cuts, parted = set(chunk_ends), self._parted(chunk_ends)
+            lengths = [n for n in lengths if n > self.fresh or n in cuts]
+            lengths = [n for n in lengths if min(n, self.fresh) < parted]
+        return max(lengths, default=0)
 
     def alike(self, length: int, chunk_ends: Sequence[int]) -> bool:
         """True if a prompt with these chunk ends computes the same bytes up to a length."""
-        length = min(length, self.fresh)
-        return [c for c in self.chunk_ends if c <= length] == [c for c in chunk_ends if c <= length]
+        return min(length, self.fresh) < self._parted(chunk_ends)
 
-    def _allows(self, length: int, chunk_ends: Sequence[int]) -> bool:
-        return (length > self.fresh or length in chunk_ends) and self.alike(length, chunk_ends)
+    def _parted(self, chunk_ends: Sequence[int]) -> float:
+        """First length at which either this prefix or a prompt was cut, and not both."""
+        return min({*self.chunk_ends} ^ {*chunk_ends}, default=inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +94,17 @@ class PrefixCache:
             chunk_ends: of the prompt, see `Prefix.reusable`.
         """
         keys = np.asarray(keys, dtype=np.int64)
-        best: Hit | None = None
+        best, length = None, 0
         for prefix in self._prefixes:
             shared = min(_common(prefix.keys, keys), most)
-            length = prefix.reusable(shared, self._recurrent, chunk_ends)
-            if length and (best is None or length > best.length):
-                best = Hit(prefix, length)
-        if best is not None:
-            self._touch(best.prefix)
-        return best
+            if shared > length:
+                found = prefix.reusable(shared, self._recurrent, chunk_ends)
+                if found > length:
+                    best, length = prefix, found
+        if best is None:
+            return None
+        self._touch(best)
+        return Hit(best, length)
 
     def insert(self, prefix: Prefix) -> None:
         """Keep a prefix in place of the ones that it extends, as an owner of its pages."""
@@ -212,8 +213,10 @@ def _number(origin: bytes) -> int:
 def _common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     """Number of keys [T] that two sequences begin with in common."""
     count = min(len(a), len(b))
-    if count == 0 or a[0] != b[0]:  # as with most prefixes, each of which a prompt is compared with
-        return 0
-    different = a[:count] != b[:count]
-    first = int(different.argmax())
-    return first if different[first] else count
+    for start in range(0, count, BLOCK):  # what differs soon, as most prefixes do, is soon known
+        stop = min(start + BLOCK, count)
+        different = a[start:stop] != b[start:stop]
+        first = int(different.argmax())
+        if different[first]:
+            return start + first
+    return count

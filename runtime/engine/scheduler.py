@@ -17,7 +17,7 @@ from threading import Lock
 
 from lowbit.formats.errors import LowbitError, QueueFullError
 from lowbit.runtime.engine.load_options import SHORT
-from lowbit.runtime.engine.packs import runs_beside
+from lowbit.runtime.engine.packs import awaited, packable
 from lowbit.runtime.engine.plan import Capacity, Change, CloseRow, OpenRow
 from lowbit.runtime.engine.prefix_cache import (
     MOST_PREFIXES,
@@ -65,6 +65,8 @@ class Scheduler:
         self._arrived: deque[Sequence] = deque()  # since the last step
         self._held_back = False  # all that wait, by their clients' shares
         self._late = False  # a prompt has been passed over for its images, which may be there now
+        # A sequence that waits, and the one whose prompt it awaits, since the cache has changed
+        self._behind: tuple[Sequence, Sequence] | None = None
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -113,13 +115,13 @@ class Scheduler:
         """Give the next sequence that waits room for its prompt; None if there is none.
 
         Args:
-            beside: only if its prompt may run beside `prompts`, see `runs_beside`.
+            beside: only if its prompt may run beside `prompts`.
         """
         self._late = False
         if not self.waiting or not self.blocks.rows.free:
             return None
         first = self._next_waiting()
-        if first is None or (beside and not runs_beside(first, self.prompts, self.blocks.known)):
+        if first is None or (beside and not self._runs_beside(first)):
             return None
         scored = None if first.request.prompt_logprobs is None else 0
         try:
@@ -133,6 +135,21 @@ class Scheduler:
         self.prompts.append(first)
         self.reuse.count(first.reused)
         return first
+
+    def _runs_beside(self, sequence: Sequence) -> bool:
+        """True if the prompt of a sequence that waits may run beside `prompts`.
+
+        Each step asks, and to look through the cache takes milliseconds where prompts are long.
+        """
+        if not packable(sequence):
+            return False
+        if self._behind is not None:
+            waits, other = self._behind
+            if waits is sequence and other in self.prompts:
+                return False
+        found = awaited(sequence, self.prompts, self.blocks.known)
+        self._behind = None if found is None else (sequence, found)
+        return found is None
 
     def take_up(self, sequence: Sequence | None) -> None:
         """Take a sequence out of those that wait, once its row has been opened on the device."""
@@ -196,6 +213,7 @@ class Scheduler:
 
     def keep_prompt(self, sequence: Sequence) -> None:
         """Put the whole chunks of a finished prompt into the prefix cache."""
+        self._behind = None
         self.blocks.keep(
             sequence, max((c for c in sequence.chunk_ends if c <= sequence.length), default=0)
         )
@@ -210,7 +228,7 @@ class Scheduler:
     def end(self, sequence: Sequence, why: Finish | LowbitError) -> None:
         """End a sequence in any phase; unless it failed, its tokens stay in the prefix cache."""
         phase = sequence.phase
-        self._held_back = False
+        self._held_back, self._behind = False, None
         if sequence.images is not None:
             sequence.images.drop(len(sequence.request.prompt))
         if isinstance(why, LowbitError):
@@ -240,7 +258,7 @@ class Scheduler:
             sequence.phase, sequence.admitted_at = "waiting", None
         self.prompts.clear()
         self.decoding.clear()
-        self._held_back = False
+        self._held_back, self._behind = False, None
 
     def lose_queued(self, error: LowbitError) -> None:
         """End all sequences without room."""

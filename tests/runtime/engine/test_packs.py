@@ -6,6 +6,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -142,6 +143,23 @@ def test_a_prompt_that_begins_like_one_that_runs_waits_for_the_cache(
     for each in handles:
         each.result()
     assert packs == [(100,), (40,), (40, 40, 40)]
+
+
+def test_the_cache_is_looked_through_once_while_a_prompt_waits(
+    graphs: Callable[..., lowbit.Model], packs: Packs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in each step: it takes milliseconds where prompts are long."""
+    model = graphs()
+    scheduler = model.engine.scheduler
+    scheduler.capacity = replace(scheduler.capacity, chunk=80)
+    known = Mock(side_effect=scheduler.blocks.known)
+    monkeypatch.setattr(scheduler.blocks, "known", known)
+    begin = [id for ids in IDS[:3] for id in message(ids, 69, 0)]
+    handles = [ask(model, [*begin, *ids[:9]]) for ids in IDS[4:6]]
+    for each in handles:
+        each.result()
+    assert packs == [(70,)] * 3 + [(9,)] * 2
+    assert known.call_count == 1
 
 
 def test_a_prompt_does_not_wait_for_what_the_cache_will_not_have(

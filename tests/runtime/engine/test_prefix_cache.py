@@ -1,15 +1,19 @@
 """Kept prefixes: what a prompt takes over, who owns pages and snapshots, who goes first."""
 
+import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from lowbit.runtime.engine.plan import CHUNK, Capacity
 from lowbit.runtime.engine.prefix_cache import (
+    BLOCK,
     MOST_PREFIXES,
     Hit,
     Prefix,
     PrefixCache,
+    _common,
     new_prefix,
     shared_pages,
 )
@@ -59,6 +63,48 @@ def test_what_a_prompt_may_take_over() -> None:
     takes = {69: 0, 199: 70, 298: 70, 299: 299}
     assert {n: prefix.reusable(n, True, CUTS) for n in takes} == takes
     assert prefix.reusable(199, True) == 180
+
+
+def test_what_may_be_taken_over_is_what_a_plain_search_finds() -> None:
+    """Of cuts and snapshots at random: up to `fresh` both must have been cut alike."""
+    draw = random.Random(3)
+
+    def plain(prefix: Prefix, shared: int, recurrent: bool, cuts: Sequence[int]) -> int:
+        lengths = set(prefix.snapshots if recurrent else prefix.chunk_ends)
+        if not recurrent and shared >= prefix.decoded:
+            lengths.add(shared)
+        for n in sorted(lengths, reverse=True):
+            own, others = (
+                {c for c in ends if c <= min(n, prefix.fresh)} for ends in (prefix.chunk_ends, cuts)
+            )
+            if n <= shared and (n > prefix.fresh or n in cuts) and own == others:
+                return n
+        return 0
+
+    found = set()
+    for _ in range(2000):
+        own_cuts, cuts = (sorted(draw.sample(range(1, 12), draw.randrange(5))) for _ in range(2))
+        if draw.random() < 0.6:
+            cuts = own_cuts[: draw.randrange(5)] + [c for c in cuts if c > 6]
+        fresh, decoded = draw.randrange(13), draw.randrange(13)
+        prefix = new_prefix(range(12), [1], own_cuts, decoded, fresh)
+        prefix.snapshots = dict.fromkeys(draw.sample(range(1, 13), 3), 0)
+        shared, recurrent = draw.randrange(13), draw.random() < 0.5
+        expected = plain(prefix, shared, recurrent, sorted({*cuts}))
+        assert prefix.reusable(shared, recurrent, sorted({*cuts})) == expected
+        found.add(expected)
+    assert found == set(range(13))
+
+
+def test_keys_are_compared_to_the_first_that_differs() -> None:
+    """Whichever block it is in."""
+    keys = np.arange(2 * BLOCK + 5)
+    for at in (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, len(keys) - 1):
+        other = keys.copy()
+        other[at] = -1
+        assert _common(keys, other) == _common(keys, keys[:at]) == at
+    assert _common(keys, keys) == len(keys)
+    assert _common(keys[:0], keys) == 0
 
 
 def test_the_longest_hit_wins_and_leaves_room_for_a_token(pools: tuple[Pool, Pool]) -> None:
