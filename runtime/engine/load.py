@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
@@ -53,11 +53,12 @@ from lowbit.runtime.models.loader import (
 from lowbit.runtime.models.shards import check_ranks, shard_of
 from lowbit.runtime.state.device_state import CacheSize, kv_pages
 from lowbit.runtime.state.sampling_params import sampling_defaults
-from lowbit.runtime.text.tokenizer import load_tokenizer
+from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
 from lowbit.runtime.weights.share import Share
 
 if TYPE_CHECKING:
     from lowbit.runtime.kernels.launch.tuned import Launches
+    from lowbit.runtime.models.loader import Drafter, Rows
 
 CPU_LAYER_OPERATIONS = 16 * 10**9  # of a chunk: 0.2 s on two cores with AVX2
 CPU_CHUNK_LEAST = 128  # tokens; for fewer, widening weights takes longer than products
@@ -114,56 +115,17 @@ def load(
     shard = shard_of(opened, Share(0, ranks))
     account = Account(shard, device, dtype, plain_cache(dtype), vocabulary, ranks=ranks)
     decided, vision, no_vision = _with_vision(account, options)
-    shard, options = decided.account.opened, decided.options
-    opened = shard if ranks == 1 else opened
-    chosen, cache = decided.kv_cache, decided.cache
-    drafts = options.most_drafts(recurrent=opened.config.linear_layers is not None)
-    beside = None
-    if opened.drafter is not None:  # before the model, which takes longer
-        beside = load_drafter(opened, device, dtype, cache.context, launches)
-    if options.measures_inputs:
-        original = open_model(folder)
-        power = input_power(original, calibration_ids(tokenizer, original), device, dtype)
-        searched = _open(folder, None, options, power)
-        opened = replace(searched, drafter=opened.drafter, draft=opened.draft)
-    crew: Crew | None = None
-    decoder: Decoder
-    if ranks > 1:
-        threads = options.threads or max(1, torch.get_num_threads() // ranks)
-        sizes = dtype, cache, chosen.cache_type, threads
-        setup = Setup(folder, options, shard.share, Path(), *sizes)
-        if device != "cpu":
-            needed = decided.account.follower.needed(cache, cache.all_pages)
-            setup = _on_gpus(setup, opened.config.hidden_size, vocabulary, needed)
-        crew, decoder, target = load_shared(setup, shard)
-    else:
-        decoder = target = load_decoder(opened, device, dtype, cache.context, launches)
-    chunk = CHUNK if device != "cpu" else cpu_chunk(opened.token_weights() // len(decoder.layers))
-    tokens = chunk, opened.part_tokens(device)
-    runner = new_runner(decoder, vocabulary, cache, dtype, device, chosen.cache_type, *tokens)
-    runner.crew = crew
-    if crew is not None and crew.peers is not None:
-        from lowbit.runtime.kernels.exchange import exchange_first  # needs triton and a GPU
-
-        runner.link = GpuLink(partial(exchange_first, peers=crew.peers), crew)
-        runner.results.waiting = crew.waiting
-    if beside is not None:
-        reader, rows = beside
-        pages = kv_pages(reader.config, cache.all_pages, chosen.cache_type, device)
-        runner.blocks = new_blocks(reader, target, pages, rows, runner.tables.shape[0], dtype)
-    engine = Engine(runner, options.max_waiting, new_drafts(runner, options, drafts, device))
+    if ranks == 1:
+        opened = decided.account.opened
+    loaded = _load_weights(folder, opened, decided, launches, tokenizer)
+    engine = _new_engine(loaded, decided)
     stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
     if device != "cpu":
         torch.cuda.synchronize()
-    elif options.threads is not None:
-        engine.threads = None  # no other number is tried
-        torch.set_num_threads(options.threads)
-    elif crew is not None:  # whose own thread has a number of its own
-        engine.threads = None
     return Model(
         folder=folder,
         options=asked,
-        opened=opened,
+        opened=loaded.opened,
         engine=engine,
         tokenizer=tokenizer,
         template=template,
@@ -173,14 +135,89 @@ def load(
         device=device,
         dtype=dtype,
         load_s=time.perf_counter() - started,
-        cache=cache,
+        cache=decided.cache,
         sequences=decided.sequences,
-        kv_cache=chosen,
+        kv_cache=decided.kv_cache,
         launches=launches,
         vision=vision,
         no_vision=no_vision,
-        crew=crew,
+        crew=loaded.crew,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """Weights of a model on their device."""
+
+    opened: OpenedModel  # that they were read from
+    decoder: Decoder  # the first rank's
+    target: Any  # the model as a drafter sees it, see `load_target`
+    drafter: "tuple[Drafter, Rows | None] | None"  # and the rows of the head that it takes
+    crew: Crew | None  # the other ranks; None for a model in one process
+
+
+def _load_weights(
+    folder: Path,
+    opened: OpenedModel,
+    decided: Decided,
+    launches: "Launches | None",
+    tokenizer: Tokenizer,
+) -> _Loaded:
+    """Load the weights of a model and of its drafter.
+
+    Args:
+        folder: of the model.
+        opened: the whole model, whose first shard is `decided.account.opened`.
+        tokenizer: of the text that inputs are measured on, where the options ask for that.
+
+    Raises:
+        LowbitError: see `load`.
+    """
+    account, options, context = decided.account, decided.options, decided.cache.context
+    device, dtype = account.device, account.dtype
+    drafter = None
+    if opened.drafter is not None:  # before the model, which takes longer
+        drafter = load_drafter(opened, device, dtype, context, launches)
+    if options.measures_inputs:
+        original = open_model(folder)
+        power = input_power(original, calibration_ids(tokenizer, original), device, dtype)
+        searched = _open(folder, None, options, power)
+        opened = replace(searched, drafter=opened.drafter, draft=opened.draft)
+    if account.ranks == 1:
+        decoder = load_decoder(opened, device, dtype, context, launches)
+        return _Loaded(opened, decoder, decoder, drafter, crew=None)
+    setup = _setup_of(folder, opened.config.hidden_size, decided)
+    crew, first, target = load_shared(setup, account.opened)
+    return _Loaded(opened, first, target, drafter, crew)
+
+
+def _new_engine(loaded: _Loaded, decided: Decided) -> Engine:
+    """An engine without requests."""
+    opened, decoder, crew = loaded.opened, loaded.decoder, loaded.crew
+    account, options, cache = decided.account, decided.options, decided.cache
+    device, dtype, kind = account.device, account.dtype, decided.kv_cache.cache_type
+    chunk = CHUNK if device != "cpu" else cpu_chunk(opened.token_weights() // len(decoder.layers))
+    tokens = chunk, opened.part_tokens(device)
+    runner = new_runner(decoder, account.vocabulary, cache, dtype, device, kind, *tokens)
+    runner.crew = crew
+    if crew is not None and crew.peers is not None:
+        from lowbit.runtime.kernels.exchange import exchange_first  # needs triton and a GPU
+
+        runner.link = GpuLink(partial(exchange_first, peers=crew.peers), crew)
+        runner.results.waiting = crew.waiting
+    if loaded.drafter is not None:
+        reader, rows = loaded.drafter
+        pages = kv_pages(reader.config, cache.all_pages, kind, device)
+        sizes = runner.tables.shape[0], dtype
+        runner.blocks = new_blocks(reader, loaded.target, pages, rows, *sizes)
+    drafts = options.most_drafts(recurrent=opened.config.linear_layers is not None)
+    engine = Engine(runner, options.max_waiting, new_drafts(runner, options, drafts, device))
+    if device == "cpu" and options.threads is not None:
+        engine.threads = None  # no other number is tried
+        torch.set_num_threads(options.threads)
+    elif device == "cpu" and crew is not None:  # whose own thread has a number of its own
+        engine.threads = None
+    return engine
 
 
 def _with_vision(account: Account, options: LoadOptions) -> tuple[Decided, Vision | None, str]:
@@ -258,18 +295,23 @@ def check_device(dtype: torch.dtype, options: LoadOptions, device: str) -> None:
         check_devices(options.gpus)
 
 
-def _on_gpus(setup: Setup, hidden: int, vocabulary: int, needed: int) -> Setup:
-    """The setup of ranks on GPUs; see `Setup`."""
+def _setup_of(folder: Path, hidden: int, decided: Decided) -> Setup:
+    """The setup of the ranks of a model whose hidden states have `hidden` numbers; see `Setup`."""
+    account, options, cache = decided.account, decided.options, decided.cache
+    threads = options.threads or max(1, torch.get_num_threads() // account.ranks)
+    sizes = account.dtype, cache, decided.kv_cache.cache_type, threads
+    setup = Setup(folder, options, account.opened.share, Path(), *sizes)
+    if account.device == "cpu":
+        return setup
     from lowbit.runtime.backends.symmetric import reach_each_other  # needs triton and a GPU
 
-    gpus = setup.options.gpus
     return replace(
         setup,
-        devices=gpus,
-        vocabulary=vocabulary,
-        gpu_bytes=needed,
+        devices=options.gpus,
+        vocabulary=account.vocabulary,
+        gpu_bytes=account.follower.needed(cache, cache.all_pages),
         wide_values=CHUNK * hidden,
-        through_host=not reach_each_other(gpus),
+        through_host=not reach_each_other(options.gpus),
     )
 
 

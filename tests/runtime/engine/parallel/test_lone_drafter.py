@@ -12,6 +12,7 @@ from torch import Tensor
 from lowbit.convert import Recipe
 from lowbit.formats.kv_cache import BF16_CACHE, FP32_CACHE
 from lowbit.runtime import SamplingParams
+from lowbit.runtime.backends import symmetric
 from lowbit.runtime.engine import load as loading
 from lowbit.runtime.engine import memory
 from lowbit.runtime.engine.draft.block import BlockRounds, new_blocks
@@ -20,6 +21,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, choose_cache
 from lowbit.runtime.engine.new_runner import new_runner
+from lowbit.runtime.engine.parallel.messages import Setup
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.loader import (
     OpenedModel,
@@ -235,17 +237,18 @@ class StoppedError(Exception):
 def test_another_gpu_needs_room_for_its_share_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
 
-    def stop(setup: Any, hidden: int, vocabulary: int, needed: int) -> None:
-        found.append((vocabulary, needed))
+    def stop(setup: Setup, shard: OpenedModel) -> None:
+        found.append((setup.vocabulary, setup.gpu_bytes))
         raise StoppedError
 
     for name, value in (
         ("choose_device", lambda device: "cuda"),
         ("check_device", lambda *_: None),
         ("load_drafter", lambda *_: None),
-        ("_on_gpus", stop),
+        ("load_shared", stop),
     ):
         monkeypatch.setattr(loading, name, value)
+    monkeypatch.setattr(symmetric, "reach_each_other", lambda gpus: True)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 10**10)
     model, drafter = MODELS / "tiny-qwen3.5", MODELS / "tiny-qwen3.5-dflash"
     shard = shard_of(open_model(model), Share(1, 2))
