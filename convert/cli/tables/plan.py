@@ -1,7 +1,7 @@
 """Plan, time and memory of a conversion that has not begun, as lines, tables and JSON objects."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -44,8 +44,23 @@ PARTS: dict[Part, str] = {
 
 def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
     """Show the fate of every kind of tensor, sizes, memory and the vLLM verdict."""
-    console = results()
-    made = ahead.plan
+    console, made = results(), ahead.plan
+    console.print(_tensors(source, made))
+    for line in _size_lines(made, sizes):
+        console.print(line)
+    console.print(f"peak RAM of the conversion: at most {size(peak_ram(made, ahead.device))}")
+    if ahead.effort is not None:
+        for line in effort_lines(ahead.effort):
+            console.print(line)
+    console.print(methods(ahead))
+    for use in _use_lines(made):
+        console.print(use)
+    if needs := _one_scheme_needs(ahead):
+        console.print(f"export to gptq or awq: {needs}; mlx and gguf need nothing")
+
+
+def _tensors(source: str, made: Plan) -> Table:
+    """What becomes of every kind of tensor."""
     title = f"plan for {source}"
     table = plain_table(title, ("tensor", "shape", "becomes"), ("count", "from", "to"))
     for kind, steps in _kinds(made).items():
@@ -58,37 +73,38 @@ def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
             size(sum(step.source.nbytes for step in steps)) if not first.rereads else "",
             size(sum(step.output_bytes for step in steps)),
         )
-    console.print(table)
+    return table
+
+
+def _size_lines(made: Plan, sizes: PredictedSizes) -> Iterator[str]:
+    """Sizes of the result, and what they come from."""
     dropped = Counter(step.reason for step in made.steps if step.fate == "dropped")
     for reason, count in dropped.items():
-        console.print(f"{count} dropped ({reason})")
+        yield f"{count} dropped ({reason})"
     parts = made.parameters
     if len(parts) > 1:
         counts = (f"{part} {count / 1e6:,.1f} M" for part, count in parts.items())
-        console.print(f"{sum(parts.values()):,} parameters: {', '.join(counts)}")
+        yield f"{sum(parts.values()):,} parameters: {', '.join(counts)}"
     shards = f"{len(made.shards)} file{'s' if len(made.shards) > 1 else ''}"
-    console.print(
+    yield (
         f"{size(sizes.source)} → {size(sizes.folder)}, "
         f"{made.bits_per_weight:.2f} bits per weight; weights {size(made.output_bytes)} in {shards}"
     )
     if tower := _tower(made):
-        console.print(tower)
+        yield tower
     if made.draft_rows:
-        console.print(
+        yield (
             f"draft head: {made.draft_rows:,} rows of lm_head, INT4, "
             f"{size(made.draft_bytes)} in draft/"
         )
-    for sentence in (smaller_groups(made), few_bits(made)):
-        if sentence is not None:
-            console.print(sentence)
-    console.print(f"peak RAM of the conversion: at most {size(peak_ram(made, ahead.device))}")
-    if ahead.effort is not None:
-        for sentence in effort_lines(ahead.effort):
-            console.print(sentence)
-    console.print(methods(ahead))
+    yield from filter(None, (smaller_groups(made), few_bits(made)))
+
+
+def _use_lines(made: Plan) -> Iterator[str | Text]:
+    """Memory to run the result, and the engines that load it."""
     run = run_memory(made)
     images = f"; {size(run.vision_bytes)} more for images, and room for one"
-    console.print(
+    yield (
         f"memory to run it on a GPU: {size(run.weight_bytes)} of weights, "
         f"{size(run.sequence_bytes)} for a context of {run.context:,} tokens, or "
         f"{size(run.int8_sequence_bytes)} with --kv-cache int8"
@@ -96,29 +112,27 @@ def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
     )
     if any(step.rereads for step in made.steps):
         cost = ", but rules out the rotation" if made.rotated else ""
-        console.print(
+        yield (
             "the head is untied: it adds bytes and is read faster; "
             f"--lm-head bf16 keeps it tied and the file smaller{cost}"
         )
     if made.recipe.drop_vision:
-        console.print(
+        yield (
             "without its vision tower the result loads through text classes only: "
             "transformers AutoModelForCausalLM, vLLM with --language-model-only"
         )
     drafter = packed_drafter(made.config, made.schemes.values())
     if drafter is not None:
-        console.print(drafter)
+        yield drafter
     for engine, reasons in refusals(made).items():
         if reasons:
-            console.print(styled(f"{engine}: ", ("cannot load the result", "bold red")))
+            yield styled(f"{engine}: ", ("cannot load the result", "bold red"))
         elif engine == "vLLM" and drafter is None:
-            console.print(f"vLLM: can load the result {use_by_vllm(made)}".rstrip())
+            yield f"vLLM: can load the result {use_by_vllm(made)}".rstrip()
             if warning := signed_scales(made.recipe.rule, made.schemes.values()):
-                console.print(f"! {warning}")
+                yield f"! {warning}"
         for reason in reasons:
-            console.print(f"  {reason}")
-    if needs := _one_scheme_needs(ahead):
-        console.print(f"export to gptq or awq: {needs}; mlx and gguf need nothing")
+            yield f"  {reason}"
 
 
 def _one_scheme_needs(ahead: Estimate) -> str:
