@@ -1,11 +1,18 @@
 """A host of images on this machine that sends whatever a test wants."""
 
+import asyncio
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+LEAP_S = 20.0
+PATIENCE_S = 60.0  # at most, until something happens
+T = TypeVar("T")
 
 
 def reply(body: bytes, status: str = "200 OK", **headers: str) -> bytes:
@@ -18,12 +25,16 @@ def reply(body: bytes, status: str = "200 OK", **headers: str) -> bytes:
 
 @dataclass
 class ImageHost:
-    """Replies by path, of which None never ends; `asked` are the heads of requests."""
+    """Replies by path, of which None never ends; `asked` are the heads of requests.
+
+    `endless` counts requests that got a reply without an end.
+    """
 
     port: int
     address: str = "127.0.0.1"
     replies: dict[str, bytes | None] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    endless: int = 0
 
     def url(self, path: str, host: str | None = None, scheme: str = "http") -> str:
         return f"{scheme}://{host or self.address}:{self.port}{path}"
@@ -56,6 +67,7 @@ def image_host(
                     host.asked.append(head.decode())
                     sent = host.replies.get(host.paths[-1], reply(b"", "404 Not Found"))
                     if sent is None:
+                        host.endless += 1
                         wrapped.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc")
                         over.wait(10)
                     else:
@@ -74,3 +86,26 @@ def image_host(
             over.set()
             with suppress(OSError):
                 listening.shutdown(socket.SHUT_RDWR)
+
+
+def run_with_leaps(host: ImageHost, work: Coroutine[Any, Any, T]) -> T:
+    """The result of some work, for which LEAP_S pass whenever the host sends a reply without end.
+
+    So limits of time that a slow machine keeps are passed at once. What the host sends wakes the
+    event loop, which then looks at its clock.
+    """
+
+    async def leaping() -> T:
+        loop = asyncio.get_running_loop()
+        clock = loop.time
+        loop.time = lambda: clock() + LEAP_S * host.endless  # type: ignore[method-assign]
+        return await work
+
+    return asyncio.run(leaping())
+
+
+async def eventually(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.001)

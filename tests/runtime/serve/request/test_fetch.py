@@ -21,7 +21,14 @@ from lowbit.runtime.serve.request.fetch import NOT_FETCHED, Budget, ImageFetcher
 from lowbit.runtime.serve.request.hosts import allowed_hosts
 from lowbit.runtime.serve.request.parts import MediaPart
 from lowbit.runtime.serve.request.places import Asker, Places
-from tests.runtime.serve.request.image_host import ImageHost, image_host, reply
+from tests.runtime.serve.request.image_host import (
+    LEAP_S,
+    ImageHost,
+    eventually,
+    image_host,
+    reply,
+    run_with_leaps,
+)
 
 FILE = b"\x89PNG and so on"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -295,10 +302,14 @@ def test_a_fetch_holds_up_nothing(host: ImageHost) -> None:
 
     async def both() -> int:
         turns = 0
-        task = asyncio.create_task(fetcher(host, time_s=10).fetch(host.url("/slow")))
-        while not host.asked or turns < 5:
-            await asyncio.sleep(0.001)
+        task = asyncio.create_task(fetcher(host).fetch(host.url("/slow")))
+
+        def enough() -> bool:
+            nonlocal turns
             turns += 1
+            return bool(host.asked) and turns > 5
+
+        await eventually(enough)
         task.cancel()
         await asyncio.wait([task])
         return turns
@@ -309,7 +320,7 @@ def test_a_fetch_holds_up_nothing(host: ImageHost) -> None:
 def test_no_place_is_kept_behind_a_fetch(host: ImageHost, monkeypatch: pytest.MonkeyPatch) -> None:
     host.replies |= {"/a": reply(b"", "302 Found", location="/b"), "/b": reply(FILE)}
     host.replies |= {"/slow": None, "/page": reply(FILE, "404 Not Found")}
-    one = fetcher(host, time_s=0.2)
+    one = fetcher(host)
 
     async def fetch(path: str) -> bytes | RequestError:
         try:
@@ -319,7 +330,7 @@ def test_no_place_is_kept_behind_a_fetch(host: ImageHost, monkeypatch: pytest.Mo
 
     assert asyncio.run(fetch("/a")) == FILE
     for path in ("/slow", "/page"):
-        assert isinstance(asyncio.run(fetch(path)), RequestError)
+        assert isinstance(run_with_leaps(host, fetch(path)), RequestError)
     assert not one.places._hosts
     assert not one.places._clients
 
@@ -364,18 +375,18 @@ def test_a_name_that_is_looked_up_for_ever_keeps_its_place_alone(
             return server.end_threads()
 
     monkeypatch.setattr(module, "resolve", resolve)
-    one = fetcher(host, f"slow.test:{host.port}", time_s=0.1)
+    hasty = fetcher(host, f"slow.test:{host.port}", time_s=0.1)
+    one = ImageFetcher(hasty.allowed, places=hasty.places)
 
     async def run() -> None:
         for _ in range(2):
             with pytest.raises(RequestError, match=r"longer than 0\.1 s"):
-                await one.fetch(host.url("/a", "slow.test"))
+                await hasty.fetch(host.url("/a", "slow.test"))
         assert one.places._hosts == {"slow.test": 2}
         assert ended()  # which waits for no look-up
         assert await one.fetch(host.url("/a")) == FILE
         may.set()
-        while one.places._hosts:
-            await asyncio.sleep(0)
+        await eventually(lambda: not one.places._hosts)
 
     asyncio.run(run())
 
@@ -406,8 +417,7 @@ def test_slow_hosts_leave_places_to_others(host: ImageHost, other: ImageHost) ->
 
     async def run() -> None:
         held = [asyncio.create_task(one.fetch_all(parts_of(*slow), "bad")) for _ in range(3)]
-        while len(host.asked) < 2:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: len(host.asked) >= 2)
         for client in ("good", "bad"):  # the same client, too, at another host
             contents = parts_of(other.url("/a"))
             await one.fetch_all(contents, client)
@@ -426,16 +436,15 @@ def test_the_images_of_a_request_have_a_limit_of_time_in_all(host: ImageHost) ->
     """Also those that have not had a place."""
     host.replies |= {"/a": reply(FILE), "/slow": None}
     contents = parts_of(host.url("/a"), host.url("/slow"), host.url("/slow?2"))
-    one = ImageFetcher(allowed_hosts([f"127.0.0.1:{host.port}"]), 30.0, 0.3, Places(most=1))
+    one = ImageFetcher(fetcher(host).allowed, 2 * LEAP_S, LEAP_S / 2, Places(most=1))
 
     async def run() -> None:
-        with pytest.raises(ApiError, match=r"longer than 0\.3 s in all") as e:
+        with pytest.raises(ApiError, match="longer than 10 s in all") as e:
             await one.fetch_all(contents, "one")
         assert e.value.param == "messages[0].content[1]"
-        while one.places._hosts:
-            await asyncio.sleep(0)
+        await eventually(lambda: not one.places._hosts)
 
-    asyncio.run(run())
+    run_with_leaps(host, run())
     assert fetched_parts(contents) == [FILE, None, None]
 
 
@@ -450,11 +459,10 @@ def test_old_images_leave_time_and_bytes_to_new_ones(
     async def run(one: ImageFetcher, *old: str) -> list[object]:
         contents = [*parts_of(*map(host.url, old)), *new]
         await one.fetch_all(contents, "one")
-        while one.places._hosts:
-            await asyncio.sleep(0)
+        await eventually(lambda: not one.places._hosts)
         return fetched_parts(contents)
 
-    first, *rest = asyncio.run(run(ImageFetcher(allowed, 30.0, 0.3), "/slow"))
+    first, *rest = run_with_leaps(host, run(ImageFetcher(allowed, 30.0, LEAP_S / 2), "/slow"))
     assert str(first) == NOT_FETCHED
     assert rest == [FILE, FILE]
     monkeypatch.setattr(Budget.__init__, "__defaults__", (2 * len(reply(FILE)) + 5,))
@@ -471,7 +479,7 @@ def test_later_turns_do_not_wait_for_a_host_that_was_slow(
 ) -> None:
     """They would take as long each, although the answer needs no image of an earlier turn."""
     host.replies["/slow"] = None
-    one = fetcher(host, time_s=0.05)
+    one = fetcher(host)
     later = parts_of(number=1)
 
     async def run() -> None:
@@ -489,4 +497,4 @@ def test_later_turns_do_not_wait_for_a_host_that_was_slow(
         await one.fetch_all(contents := [*parts_of(host.url("/slow")), *later])
         assert fetched_parts(contents) == [FILE]
 
-    asyncio.run(run())
+    run_with_leaps(host, run())
