@@ -82,7 +82,7 @@ def busy(server: Running) -> int:
 def raw_request(
     server: Running, body: dict[str, Any], path: str = "/v1/completions"
 ) -> socket.socket:
-    found = socket.create_connection(("127.0.0.1", server.port))
+    found = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     found.sendall(head.encode() + data)

@@ -58,7 +58,7 @@ def test_unknown_fields_of_history_and_tools_are_ignored_and_named_once(
     fields: dict[str, Any],
 ) -> None:
     prompt, _ = prompt_of(agents, caplog, path, **fields)
-    [line] = [each for each in caplog.messages if each.startswith("POST")]
+    [line] = [each for each in caplog.messages if each.startswith(f"POST {path} ")]
     assert "ignored *.x *.y *.z" in line
     assert '"z"' not in prompt
     assert "top" in post(agents, path, **fields, top=1).text

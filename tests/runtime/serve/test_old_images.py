@@ -42,7 +42,7 @@ def test_bad_images_of_earlier_turns_become_a_line(
     messages = [before, *turns(("assistant", "A."), ("user", "?"))]
     prompt, found = prompt_of(seeing, caplog, path, **{FIELD[path]: messages})
     assert found.headers[LEFT_OUT] == UNREADABLE
-    [line] = [each for each in caplog.messages if each.startswith("POST")]
+    [line] = [each for each in caplog.messages if each.startswith(f"POST {path} ")]
     assert f"left out {UNREADABLE}" in line
     start = "<|im_start|>user\nSee \n[image left out: "
     assert prompt.startswith(start)
