@@ -198,12 +198,14 @@ class Outermost:
             bug = ApiError(500, "the server failed; its log says why", "server_error")
             await bug.response(path)(scope, receive, noting)
         finally:
-            service.active -= 1
-            service.clients[client] -= 1
-            if not service.clients[client]:
-                del service.clients[client]
             route = getattr(asked.get("route"), "path", "other")
-            self._count(scope, record, route, record.status or CLIENT_LEFT)
+            try:  # the log and the metrics have whatever is active no more
+                self._count(scope, record, route, record.status or CLIENT_LEFT)
+            finally:
+                service.active -= 1
+                service.clients[client] -= 1
+                if not service.clients[client]:
+                    del service.clients[client]
 
     def _count(self, scope: Scope, record: Record, route: str, status: int) -> None:
         metrics = self._service.metrics
