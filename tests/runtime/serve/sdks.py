@@ -12,11 +12,11 @@ def openai_client(server: Running) -> Any:
     """An `openai.OpenAI`, to be closed by `with`."""
     import openai
 
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def anthropic_client(server: Running) -> Any:
     """An `anthropic.Anthropic`, to be closed by `with`."""
     import anthropic
 
-    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)

@@ -50,7 +50,9 @@ def test_a_slow_reader_holds_up_nobody(server: Running) -> None:
     until(lambda: busy(server) == 0)
     data = b""
     while not data.endswith(b"0\r\n\r\n"):
-        data += slow.recv(1 << 20)
+        part = slow.recv(1 << 20)
+        assert part, "the server has hung up"
+        data += part
     slow.close()
     assert data.count(b'"finish_reason":null') >= 200
     assert b"[DONE]" in data
