@@ -46,15 +46,20 @@ ENDS = {"SIGINT": (130, "\ninterrupted\n"), "SIGTERM": (143, "")}
 
 def start(code: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     """Run code beside a stub module, with signals as a shell's foreground has them."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        timeout=60,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    # A program inherits that a signal is ignored, and no handler. Python between fork and exec may
+    # wait for ever for a lock that another thread of this process has.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=folder,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=60,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def stub(folder: Path, body: str) -> None:
