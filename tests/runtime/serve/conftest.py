@@ -66,7 +66,7 @@ class Running:
         return f"http://127.0.0.1:{self.port}"
 
 
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for something that another thread does."""
     deadline = time.monotonic() + seconds
     while not true():
