@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def embedded(vision: Vision, picture: Picture) -> torch.Tensor:
     """Embeddings of a picture, which nobody else waits for."""
     for piece in vision.pieces(picture):
         if isinstance(piece, Future):
-            piece.result()
+            assert wait([piece], 60).done  # the iterator raises its error, and forgets the work
         elif piece is not None:
             found = piece
     return found
