@@ -60,7 +60,7 @@ def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
 
 
 def _tensors(source: str, made: Plan) -> Table:
-    """What becomes of every kind of tensor."""
+    """The fate of every kind of tensor."""
     title = f"plan for {source}"
     table = plain_table(title, ("tensor", "shape", "becomes"), ("count", "from", "to"))
     for kind, steps in _kinds(made).items():
