@@ -157,6 +157,7 @@ def test_options_of_a_method_and_of_one_with_a_size() -> None:
     ]
     chosen = bench.ours(arguments, "gptq+rotate@142MB", 64)
     assert chosen == ["--method", "gptq+rotate", "--target-size", "142MB"]
+    assert bench.ours(arguments, "default", 64) == ["--effort", "default"]
 
 
 def test_noise_stays_within_the_step_of_a_block() -> None:

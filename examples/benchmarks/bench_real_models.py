@@ -14,6 +14,7 @@ Fewer bits, with the exceptions of a recipe or others, and bits chosen for a siz
 
     ... --methods rtn gptq gptq+rotate --lm-head int8 --recipe int3 --bits '*.down_proj=4'
     ... --methods gptq+rotate gptq+rotate@142.4MB
+    ... --methods default high
 
 llama.cpp has types of its own (llama.cpp:Q4_K_M), with the embedding and the head quantized, and
 gets an importance matrix from the same windows (peers_gguf.py). lowbit must be importable for it.
@@ -77,7 +78,8 @@ PEERS = (
     *(f"llama.cpp:{kind}" for kind in ("Q4_0", "IQ4_NL", "IQ4_XS", "Q4_K_S", "Q4_K_M", "Q5_K_M")),
 )
 OURS = ("absmax", "rtn", "weighted", "gptq", "gptq+autoround")
-UNCALIBRATED = ("absmax", "rtn")
+EFFORTS = ("low", "default", "high")  # which choose the method, and bits and groups
+UNCALIBRATED = ("absmax", "rtn", "low")
 GROUP_SIZES = (128, 64, 32)
 
 
@@ -145,7 +147,8 @@ def parse() -> argparse.Namespace:
         "--methods",
         nargs="+",
         default=OURS,
-        help=f"of lowbit-convert --method, and of {', '.join(PEERS)}  [default: {' '.join(OURS)}]",
+        help=f"of lowbit-convert --method, {', '.join(EFFORTS)} of --effort, and of "
+        f"{', '.join(PEERS)}  [default: {' '.join(OURS)}]",
     )
     add("--calib", type=Path, metavar="FILE", help="calibration text, .txt  [default: bundled]")
     add("--samples", type=int, default=128, help="calibration windows  [default: %(default)s]")
@@ -256,7 +259,9 @@ def bench(
 
 
 def ours(arguments: argparse.Namespace, method: str, group: int) -> list[str]:
-    """Options of lowbit-convert for METHOD, or for METHOD@SIZE with bits chosen for a size."""
+    """Options of lowbit-convert for an effort, METHOD, or METHOD@SIZE with bits for a size."""
+    if method in EFFORTS:
+        return ["--effort", method]
     method, at, size = method.partition("@")
     if at:
         return ["--method", method, "--target-size", size]
