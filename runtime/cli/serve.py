@@ -43,10 +43,13 @@ from lowbit.runtime.serve.request.hosts import allowed_hosts
 from lowbit.runtime.serve.settings import ServeSettings, check_exposure
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from lowbit.runtime.engine.load_options import LoadOptions
     from lowbit.runtime.engine.model import Model
     from lowbit.runtime.serve.link.channel import Channel
-    from lowbit.runtime.serve.link.messages import FromEngine
+    from lowbit.runtime.serve.link.messages import Facts, FromEngine
+    from lowbit.runtime.serve.link.process import EngineProcess
 
 log = logging.getLogger("lowbit.serve")
 PORT = 8000
@@ -56,6 +59,7 @@ GRAMMAR_MEMORY = "1GB"
 TIMEOUT_S = 600.0
 DAY_S = 86_400.0
 MOST_QUEUE = 65_536
+MOST_HTTP_WORKERS = 64
 LIBRARIES = ("fastapi", "httptools", "msgspec", "prometheus_client", "uvicorn")
 FASTER_ROUNDED = 16  # answers together, beyond which linears with rounded inputs are faster
 
@@ -140,6 +144,13 @@ FASTER_ROUNDED = 16  # answers together, beyond which linears with rounded input
     show_default=True,
     help="Memory of the grammars of all requests; one that does not fit waits.",
 )
+@count_option(
+    "--http-workers",
+    default=1,
+    help="Processes that read requests and write answers, before one engine; more than one for "
+    "long prompts and pictures that many clients send again.",
+    most=MOST_HTTP_WORKERS,
+)
 @click.option(
     "--restart-engine",
     is_flag=True,
@@ -196,6 +207,8 @@ def serve(*, name: str, options: "LoadOptions", compile_ahead: bool, **given: An
 def _settings(name: str, served_name: Sequence[str], **given: Any) -> ServeSettings:
     """Settings of the server, from the options that the command was given."""
     _check_key(given["api_key"])
+    if given["http_workers"] > 1 and sys.platform == "win32":
+        raise click.UsageError("--http-workers: Windows lets no process hand a connection on.")
     given["request_timeout_s"] = given.pop("request_timeout")
     given["grammar_bytes"] = given.pop("grammar_memory")
     given["cors_origins"] = given.pop("cors_origin")
@@ -220,59 +233,111 @@ def _check_key(key: str | None) -> None:
 
 def _run(settings: ServeSettings, load: "Callable[[], Model]") -> None:
     """Listen, let a process load the model, and serve it until the end."""
+    from lowbit.runtime.serve.link.process import start_engine
+    from lowbit.runtime.serve.server import listen
+
+    taken = listen(settings.host, settings.port)  # before a minute is spent on loading
+    with taken:
+        if settings.http_workers > 1:
+            others = settings.http_workers
+            _serve_by_workers(settings, partial(start_engine, load, others), taken)
+        else:
+            _serve_here(settings, partial(start_engine, load), taken)
+
+
+def _serve_here(
+    settings: ServeSettings, start_engine: "Callable[[], EngineProcess]", taken: "socket"
+) -> None:
+    """Serve by this process and that of the engine."""
     import asyncio
 
     from lowbit.runtime.serve.app import build_app
-    from lowbit.runtime.serve.link.process import start_engine
     from lowbit.runtime.serve.logs import set_up_logs
     from lowbit.runtime.serve.served_model import load_prompts, served_model
     from lowbit.runtime.serve.server import (
         Server,
         allow_connections,
         end_threads,
-        listen,
         return_large_blocks,
     )
     from lowbit.runtime.serve.service import Service
 
-    taken = listen(settings.host, settings.port)  # before a minute is spent on loading
-    engine = start_engine(load)
+    engine = start_engine()
 
     async def next_engine() -> "Channel[FromEngine]":
         nonlocal engine
         await asyncio.to_thread(engine.stop)
         log.error("the engine's process has ended: %s", engine.ending)
-        engine = start_engine(load)
+        engine = start_engine()
         await engine.loaded()
         return engine.channel
 
-    with taken:
-        facts = engine.facts()
-        try:
-            model = served_model(facts, load_prompts(facts))
-            gc.collect()
-            gc.freeze()  # a full collection takes 0.2 s to look through libraries
-            set_up_logs()
-            allow_connections()
-            return_large_blocks()
-            follows = next_engine if settings.restart_engine else None
-            service = Service(model, settings, engine.channel, follows)
-            port = taken.getsockname()[1]
-            host = f"[{settings.host}]" if ":" in settings.host else settings.host
-            note(
-                f"{settings.names[0]}: {model.sequences} together, context of "
-                f"{model.context:,} tokens, loaded in {facts.load_s:.1f} s"
-            )
-            Server(build_app(service), service, lambda: note(f"http://{host}:{port}")).run([taken])
-        finally:
-            hung = not engine.stop()
+    facts = engine.facts()
+    try:
+        model = served_model(facts, load_prompts(facts))
+        gc.collect()
+        gc.freeze()  # a full collection takes 0.2 s to look through libraries
+        set_up_logs()
+        allow_connections()
+        return_large_blocks()
+        follows = next_engine if settings.restart_engine else None
+        service = Service(model, settings, engine.channel, follows)
+        _note_loaded(settings, facts)
+        Server(build_app(service), service, lambda: _note_address(settings, taken)).run([taken])
+    finally:
+        hung = not engine.stop()
     if not end_threads() or hung:
         logging.shutdown()
         sys.stderr.flush()
         os._exit(1)  # the interpreter would wait for them
     if not service.draining:
-        hint = "the log above says why"
-        raise LowbitError(f"the engine's process has ended: {engine.ending}", hint=hint)
+        raise _engine_ended(engine)
+
+
+def _serve_by_workers(
+    settings: ServeSettings, start_engine: "Callable[[], EngineProcess]", taken: "socket"
+) -> None:
+    """Serve by several HTTP processes and that of the engine; this one hands them connections."""
+    import asyncio
+
+    from lowbit.runtime.serve.logs import set_up_logs
+    from lowbit.runtime.serve.server import allow_connections
+    from lowbit.runtime.serve.supervisor import Supervisor
+
+    engine = start_engine()
+    facts = engine.facts()
+    set_up_logs()
+    allow_connections()
+    _note_loaded(settings, facts)
+    supervisor = Supervisor(settings, taken, engine, start_engine)
+    try:
+        asyncio.run(supervisor.serve(lambda: _note_address(settings, taken)))
+    finally:
+        engine = supervisor.engine
+        engine.stop()
+    if supervisor.engine_ended:
+        raise _engine_ended(engine)
+    if supervisor.error is not None:
+        raise supervisor.error
+
+
+def _note_loaded(settings: ServeSettings, facts: "Facts") -> None:
+    workers = settings.http_workers
+    by = "" if workers == 1 else f", {workers} HTTP processes"
+    note(
+        f"{settings.names[0]}: {facts.sequences} together, context of "
+        f"{facts.limits.context:,} tokens{by}, loaded in {facts.load_s:.1f} s"
+    )
+
+
+def _note_address(settings: ServeSettings, taken: "socket") -> None:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    note(f"http://{host}:{taken.getsockname()[1]}")
+
+
+def _engine_ended(engine: "EngineProcess") -> LowbitError:
+    hint = "the log above says why"
+    return LowbitError(f"the engine's process has ended: {engine.ending}", hint=hint)
 
 
 def load_noted(name: str, options: "LoadOptions", ahead: bool = False) -> "Model":

@@ -176,8 +176,7 @@ class Outermost:
                 message = {**message, "headers": [*message.get("headers", ()), *record.headers]}
             await send(message)
 
-        service.active += 1
-        service.clients[client] += 1
+        service.enter(client)
         try:
             check_access(path, scope["headers"], scope["http_version"], service.settings)
             if path.endswith("\n"):  # the end of a route's pattern matches before it
@@ -202,10 +201,7 @@ class Outermost:
             try:  # the log and the metrics have whatever is active no more
                 self._count(scope, record, route, record.status or CLIENT_LEFT)
             finally:
-                service.active -= 1
-                service.clients[client] -= 1
-                if not service.clients[client]:
-                    del service.clients[client]
+                service.leave(client)
 
     def _count(self, scope: Scope, record: Record, route: str, status: int) -> None:
         metrics = self._service.metrics

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -59,6 +60,16 @@ class Histogram:
         """Number of values."""
         return sum(self._counts)
 
+    @property
+    def counts(self) -> tuple[float, list[int]]:
+        """The sum of all values, and the number of those in each bucket."""
+        return self.total, list(self._counts)
+
+    def add(self, total: float, counts: Sequence[int]) -> None:
+        """Count the values of another, which has the same bounds."""
+        self.total += total
+        self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
+
 
 FIRST_TOKEN_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -70,6 +81,16 @@ BETWEEN_TOKENS_S = (
 )
 WHOLE_S = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0)
 LONG_S = (120.0, 240.0, 480.0, 960.0)
+
+
+class Counts(msgspec.Struct, array_like=True, frozen=True):
+    """Metrics on their way between processes."""
+
+    tokens: tuple[int, int, int]
+    histograms: list[tuple[float, list[int]]]
+    finished: dict[str, int]
+    responses: list[tuple[str, int, int]]
+    drafts: Speculated
 
 
 @dataclass(slots=True)
@@ -110,6 +131,34 @@ class Metrics:
     def count_drafts(self, found: Speculated) -> None:
         """Count the drafts of an answer that has ended, on the event loop."""
         self.drafts.add(found)
+
+    @property
+    def counts(self) -> Counts:
+        """All of them, to be added to those of another process."""
+        return Counts(
+            (self.prompt_tokens, self.cached_tokens, self.new_tokens),
+            [each.counts for each in self._histograms],
+            dict(self.finished),
+            [(path, status, count) for (path, status), count in self.responses.items()],
+            self.drafts.speculated,
+        )
+
+    def add(self, other: Counts) -> None:
+        """Add those of another process."""
+        prompt_tokens, cached_tokens, new_tokens = other.tokens
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
+        self.new_tokens += new_tokens
+        for own, (total, counts) in zip(self._histograms, other.histograms, strict=True):
+            own.add(total, counts)
+        self.finished.update(other.finished)
+        for path, status, count in other.responses:
+            self.responses[path, status] += count
+        self.drafts.add(other.drafts)
+
+    @property
+    def _histograms(self) -> tuple[Histogram, ...]:
+        return self.queued, self.first_token, self.between_tokens, self.whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)

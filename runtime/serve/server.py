@@ -157,7 +157,7 @@ class Server(uvicorn.Server):
             return
         self._service.draining = True
         if self._captured:
-            _end_at_next_signal()
+            end_at_next_signal()
         log.warning("shutting down; requests that still run: %d", self._service.active)
         self._draining = asyncio.get_running_loop().create_task(self._drained())
 
@@ -167,7 +167,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _end_at_next_signal() -> None:
+def end_at_next_signal() -> None:
     """Restore the system's handlers, which end the process whatever its threads do."""
     loop = asyncio.get_running_loop()
     for number in SIGNALS:

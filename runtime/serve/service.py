@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -27,12 +27,13 @@ from lowbit.runtime.serve.link.channel import Channel
 from lowbit.runtime.serve.link.client import EngineClient
 from lowbit.runtime.serve.link.messages import Constraints, FromEngine, Settings
 from lowbit.runtime.serve.logs import Record
-from lowbit.runtime.serve.metrics import Metrics
+from lowbit.runtime.serve.metrics import Counts, Metrics
 from lowbit.runtime.serve.request.fetch import ImageFetcher
 from lowbit.runtime.serve.request.hosts import AllowedHosts
 from lowbit.runtime.serve.request.places import Asker, Places
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.settings import ServeSettings
+from lowbit.runtime.serve.totals import Totals
 
 log = logging.getLogger("lowbit.serve")
 THREADS = 4  # parse long bodies, prepare requests that are long or have schemas
@@ -83,6 +84,14 @@ class PendingBodies:
                 longest.reschedule(0.0)  # in the past
 
 
+@dataclass(frozen=True, slots=True)
+class Siblings:
+    """The other HTTP processes of a server."""
+
+    totals: Totals
+    counts: Callable[[], Coroutine[Any, Any, list[Counts]]]  # their metrics
+
+
 @dataclass(slots=True)
 class Service:
     """A model that is being served."""
@@ -92,6 +101,7 @@ class Service:
     channel: Channel[FromEngine]  # to the engine
     # Waits for the end of an engine and loads another, for its channel; None where none follows
     next_engine: Callable[[], Coroutine[Any, Any, Channel[FromEngine]]] | None = None
+    siblings: Siblings | None = None  # None where this process alone speaks HTTP
     metrics: Metrics = field(default_factory=Metrics)
     # Time at which the server was started, seconds since 1970
     created: int = field(default_factory=lambda: int(time.time()))
@@ -145,9 +155,12 @@ class Service:
         """
         if self._reviving is not None:
             return not self._reviving.done() or self.engine.alive
-        if self.next_engine is None or time.monotonic() - self._engine_started < SHORT_LIFE_S:
+        if self.next_engine is None:
             return False
-        log.error("the engine has ended; another one is loaded")
+        if self.siblings is None:  # else the process that has started them all decides, and says so
+            if time.monotonic() - self._engine_started < SHORT_LIFE_S:
+                return False
+            log.error("the engine has ended; another one is loaded")
         self._reviving = asyncio.create_task(self._revive(self.next_engine()))
         return True
 
@@ -161,11 +174,14 @@ class Service:
         self._engine_started = time.monotonic()
         self.start()
         self._reviving = None
-        log.warning("another engine runs")
+        if self.siblings is None:
+            log.warning("another engine runs")
 
     def start(self) -> None:
         """Begin to listen to the engine, on the event loop."""
-        self._engine = EngineClient(self.channel, self.model.tokenizer, self.metrics)
+        siblings = self.siblings
+        on_open = None if siblings is None else siblings.totals.set_open
+        self._engine = EngineClient(self.channel, self.model.tokenizer, self.metrics, on_open)
         share = self.settings.client_share(self.model.sequences)
         self._engine.start(Settings(share, self.settings.grammar_bytes))
         if self._templates is None:
@@ -274,14 +290,19 @@ class Service:
             ApiError: 429 where the queue is full, 503 while the server ends or the engine is gone.
         """
         record, tokenizer = record_of(http), self.model.tokenizer
-        self.check_open(len(requests), record.client)
-        logs = self.settings.log_prompts
-        if logs:
-            prompts = dict.fromkeys(each.prompt for each in requests)
-            record.prompts = [tokenizer.text.decode(ids) for ids in prompts]
-        answers = Answers(http, record, self.settings.request_timeout_s, logs)
-        self.engine.begin(answers, requests, constraints)
-        return answers
+        with self._deciding():
+            self.check_open(len(requests), record.client)
+            logs = self.settings.log_prompts
+            if logs:
+                prompts = dict.fromkeys(each.prompt for each in requests)
+                record.prompts = [tokenizer.text.decode(ids) for ids in prompts]
+            answers = Answers(http, record, self.settings.request_timeout_s, logs)
+            self.engine.begin(answers, requests, constraints)
+            return answers
+
+    def _deciding(self) -> AbstractContextManager[None]:
+        """Let no other process take the last place in the queue meanwhile."""
+        return nullcontext() if self.siblings is None else self.siblings.totals.locked()
 
     def check_open(self, answers: int, client: str) -> None:
         """Refuse new answers where the server cannot generate them; errors as in `begin`.
@@ -296,6 +317,8 @@ class Service:
             message = "the engine does not answer; the server's log says why"
             raise ApiError(503, message, "server_error", headers={"Retry-After": "60"})
         rows, running = self.model.sequences, self.engine.open
+        if self.siblings is not None:
+            running += self.siblings.totals.open_elsewhere
         waiting = running + answers - rows
         if waiting > self.settings.queue + self._more_for(client) and running:
             raise busy(self._retry_after(waiting))
@@ -306,10 +329,36 @@ class Service:
                 f"{rows + self.settings.queue}",
             )
 
+    def enter(self, client: str) -> None:
+        """Count a request that is to be answered."""
+        self.active += 1
+        self.clients[client] += 1
+        if self.siblings is not None:
+            self.siblings.totals.add(client, 1)
+
+    def leave(self, client: str) -> None:
+        """Count a request that has been answered."""
+        self.active -= 1
+        self.clients[client] -= 1
+        if not self.clients[client]:
+            del self.clients[client]
+        if self.siblings is not None:
+            self.siblings.totals.add(client, -1)
+
+    async def all_metrics(self) -> Metrics:
+        """Metrics of all processes that speak HTTP."""
+        if self.siblings is None:
+            return self.metrics
+        found = Metrics()
+        for each in (self.metrics.counts, *await self.siblings.counts()):
+            found.add(each)
+        return found
+
     def check_pending(self, client: str) -> None:
         """Refuse a request before its body is read where too many are not answered.
 
-        Those whose bodies have not come do not count: they give way, see `PendingBodies`.
+        Those whose bodies have not come do not count: they give way, see `PendingBodies`. The limit
+        is that of a process, as its memory is what it protects.
 
         Raises:
             ApiError: 429.
@@ -321,7 +370,10 @@ class Service:
 
     def _more_for(self, client: str) -> int:
         """Places behind the queue for a client whose only request this is."""
-        return NEWCOMERS if self.clients[client] <= 1 else 0
+        asked = self.clients[client]
+        if self.siblings is not None:
+            asked += self.siblings.totals.asked_elsewhere(client)
+        return NEWCOMERS if asked <= 1 else 0
 
     def _retry_after(self, waiting: int) -> int:
         """Seconds until there may be room: the mean time of answers so far, for all that wait."""

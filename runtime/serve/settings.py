@@ -58,6 +58,7 @@ class ServeSettings:
     # Limit of the reasoning where a request names none; None sets no limit
     max_thinking_tokens: int | None = None
     grammar_bytes: int = GRAMMAR_BYTES  # memory that the grammars of all requests may take
+    http_workers: int = 1  # processes that speak HTTP
     restart_engine: bool = False  # load the model again if the engine's process ends
     log_prompts: bool = False
     cors_origins: tuple[str, ...] = ()  # origins of web pages that may read answers; `*` is all

@@ -16,7 +16,7 @@ from lowbit.runtime.serve.metrics import Collector, new_registry
 from lowbit.runtime.serve.service import Service, service_of
 
 router = APIRouter()
-LOAD_S = 5.0  # until the engine must have said its load
+LOAD_S = 5.0  # until the engine must have said its load, and other processes their counts
 
 
 @router.get("/health", tags=["server"], response_model=None)
@@ -36,15 +36,20 @@ async def health(http: HttpRequest) -> Response:
 
 @router.get("/metrics", tags=["server"], response_model=None)
 async def metrics(http: HttpRequest) -> Response:
-    """Metrics for Prometheus; 503 where the engine does not say its part."""
+    """Metrics for Prometheus; 503 where another process does not say its part."""
     service = service_of(http)
     try:
         async with asyncio.timeout(LOAD_S):
             found = await service.engine.load()
     except (LowbitError, TimeoutError):
         raise ApiError(503, "the engine does not answer", "server_error") from None
+    try:
+        async with asyncio.timeout(LOAD_S):
+            counts = await service.all_metrics()
+    except TimeoutError:
+        raise ApiError(503, "another HTTP process does not answer", "server_error") from None
     collector = Collector(
-        service.metrics,
+        counts,
         found,
         service.name,
         service.model.activations,

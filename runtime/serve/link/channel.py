@@ -14,7 +14,8 @@ from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
+from weakref import finalize
 
 import msgspec
 
@@ -27,18 +28,44 @@ FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # processes that this one starts
 Received = TypeVar("Received")
 
 
+class SharedSocket:
+    """A socket on its way to another process, which alone has it then.
+
+    Attributes:
+        descriptor: of the socket, until somebody takes it or nobody holds it any more.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Take over a descriptor."""
+        self.descriptor = descriptor
+        self._close = finalize(self, os.close, descriptor)
+
+    @classmethod
+    def of(cls, sock: socket.socket) -> Self:
+        """Take over a socket."""
+        return cls(sock.detach())
+
+    def take(self) -> socket.socket:
+        """The socket, which is the caller's now."""
+        self._close.detach()
+        return socket.socket(fileno=self.descriptor)
+
+
+Shared = SharedBytes | SharedSocket
+
+
 @dataclass(slots=True)
 class _Part:
     """Bytes that the socket had no room for, and the files that go with the first of them."""
 
     data: bytearray
-    files: Sequence[SharedBytes] = ()
+    files: Sequence[Shared] = ()
 
 
 class Channel(Generic[Received]):
     """One end of a socket pair; messages that do not fit into the socket wait in order.
 
-    Of `SharedBytes` in a message the other process gets the descriptors.
+    Of `SharedBytes` and `SharedSocket` in a message the other process gets the descriptors.
     """
 
     def __init__(self, sock: socket.socket, received: object) -> None:
@@ -54,7 +81,7 @@ class Channel(Generic[Received]):
         self._decode = msgspec.msgpack.Decoder(received, dec_hook=self._shared).decode
         self._lock = threading.Lock()
         self._space = socket.CMSG_SPACE(MOST_FILES * array("i").itemsize)
-        self._files: list[SharedBytes] = []  # of the message that is being encoded
+        self._files: list[Shared] = []  # of the message that is being encoded
         self._waiting: deque[_Part] = deque()  # what the socket had no room for
         self._buffer = memoryview(bytearray(READ))  # a new one for each read takes 20 us
         self._read = bytearray()  # the beginning of a message
@@ -127,19 +154,20 @@ class Channel(Generic[Received]):
             os.close(self._descriptors.popleft())
 
     def _share(self, found: object) -> int:
-        """Stand-in of bytes whose file goes beside the message."""
-        if not isinstance(found, SharedBytes):
+        """Stand-in of bytes or a socket whose file goes beside the message."""
+        if not isinstance(found, Shared):
             raise NotImplementedError(f"no message carries {type(found).__name__}")
         self._files.append(found)
-        return found.size
+        return found.size if isinstance(found, SharedBytes) else 0
 
-    def _shared(self, kind: type, size: Any) -> SharedBytes:
-        """Bytes whose file came beside the message, in the order of their stand-ins."""
-        if kind is not SharedBytes or not self._descriptors:
+    def _shared(self, kind: type, size: Any) -> Shared:
+        """Bytes or a socket whose file came beside the message, in the order of stand-ins."""
+        if kind not in (SharedBytes, SharedSocket) or not self._descriptors:
             raise NotImplementedError(f"no file came for {kind.__name__}")
-        return SharedBytes(self._descriptors.popleft(), size)
+        descriptor = self._descriptors.popleft()
+        return SharedBytes(descriptor, size) if kind is SharedBytes else SharedSocket(descriptor)
 
-    def _sent(self, data: bytes | bytearray, files: Sequence[SharedBytes]) -> int:
+    def _sent(self, data: bytes | bytearray, files: Sequence[Shared]) -> int:
         """Number of bytes that the socket takes at once; all if nobody reads any more.
 
         The files go with the first of them.

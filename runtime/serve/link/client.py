@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
 from typing import Any
@@ -110,14 +110,26 @@ class EngineClient:
     """
 
     def __init__(
-        self, channel: Channel[FromEngine], tokenizer: Tokenizer, metrics: Metrics
+        self,
+        channel: Channel[FromEngine],
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        on_open: Callable[[int], None] | None = None,
     ) -> None:
-        """Prepare to listen, which `start` begins."""
+        """Prepare to listen, which `start` begins.
+
+        Args:
+            channel: to the engine.
+            tokenizer: of its model.
+            metrics: are counted here.
+            on_open: is told `open` whenever it changes.
+        """
         self.alive = True
         self.open = 0
         self.problem: Problem | None = None
         self.loop = asyncio.get_running_loop()
         self._channel, self._tokenizer, self._metrics = channel, tokenizer, metrics
+        self._on_open = on_open
         self._numbers = count(1)
         self._waiting: dict[int, Waiting] = {}
         self._grammars: dict[int, asyncio.Future[None]] = {}  # that are being made
@@ -158,7 +170,7 @@ class EngineClient:
             answer = Answer(request, self._tokenizer, handle, index)
             asked.each.append(answer)
             self._waiting[number] = Waiting(answer, handle, asked)
-        self.open += len(requests)
+        self._count(len(requests))
         for message in begun:
             self._channel.send(message)
 
@@ -258,12 +270,17 @@ class EngineClient:
             return
         if delta.last:
             del self._waiting[number]
-            self.open -= 1
+            self._count(-1)
         try:
             waiting.asked.put(delta)
         except Exception:
             log.exception("news of an answer were lost")
             waiting.asked.cancel()
+
+    def _count(self, change: int) -> None:
+        self.open += change
+        if self._on_open is not None:
+            self._on_open(self.open)
 
     def _delta_of(self, waiting: Waiting) -> Delta | None:
         """The delta of an answer, if there is one; its tokens are counted."""

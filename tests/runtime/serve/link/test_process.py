@@ -206,7 +206,7 @@ def test_an_error_of_loading_has_hint_and_traceback_of_the_engine() -> None:
         raise OutOfMemoryError("m\udcff")
 
     ours, theirs = socket.socketpair()
-    assert _serve(Channel(theirs, ToEngine), load)
+    assert _serve([Channel(theirs, ToEngine)], load)
     engine = EngineProcess(
         cast(Any, SimpleNamespace(join=bool, exitcode=0)), Channel(ours, FromEngine)
     )

@@ -1,0 +1,68 @@
+"""Messages between the process of the command and its HTTP processes, where these are several."""
+
+from lowbit.runtime.images.shared import SharedBytes
+from lowbit.runtime.serve.link.channel import SharedSocket
+from lowbit.runtime.serve.link.messages import Message, Problem
+from lowbit.runtime.serve.metrics import Counts
+
+
+class Start(Message):
+    """First message to an HTTP process."""
+
+    engine: SharedSocket  # its channel to the engine
+    totals: SharedBytes  # see `Totals`
+    created: int  # time at which the server was started, seconds since 1970
+
+
+class Connect(Message):
+    """Serve a connection that a client has opened."""
+
+    connection: SharedSocket
+
+
+class Follow(Message):
+    """Go on with another engine; the last one has ended."""
+
+    engine: SharedSocket
+
+
+class Drain(Message):
+    """Refuse new requests, and end once none is left."""
+
+
+class End(Message):
+    """End now: the engine has ended, and its requests with it."""
+
+
+class AskCounts(Message):
+    """Ask for metrics, of one process or of all others; `CountsFound` answers."""
+
+    number: int
+
+
+class CountsFound(Message):
+    """Metrics of a process, or of each of the others."""
+
+    number: int
+    counts: list[Counts]
+
+
+class Ready(Message):
+    """An HTTP process takes connections."""
+
+
+class Failed(Message):
+    """An HTTP process could not start."""
+
+    problem: Problem
+    trace: str  # its traceback there
+
+
+class Closed(Message):
+    """Connections that an HTTP process has been given and has no more."""
+
+    count: int
+
+
+ToWorker = Start | Connect | Follow | Drain | End | AskCounts | CountsFound
+FromWorker = Ready | Failed | Closed | AskCounts | CountsFound

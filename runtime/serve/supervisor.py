@@ -1,0 +1,289 @@
+"""Several HTTP processes before one engine, and the process that starts, feeds and ends them.
+
+Connections come here, since the system would give most of them to one process: a listening socket
+that two share gave one 63 of 64 connections, as asyncio accepts all that wait. With `SO_REUSEPORT`
+another server of the same user could take half of them without a word.
+"""
+
+import asyncio
+import itertools
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+
+from lowbit.formats.errors import LowbitError, ResourceError
+from lowbit.runtime.serve import service
+from lowbit.runtime.serve.http_worker import run_worker
+from lowbit.runtime.serve.link.channel import Channel, SharedSocket
+from lowbit.runtime.serve.link.messages import FromEngine
+from lowbit.runtime.serve.link.process import EngineProcess, ending_of, start_process
+from lowbit.runtime.serve.link.workers import (
+    AskCounts,
+    Closed,
+    Connect,
+    CountsFound,
+    Drain,
+    End,
+    Failed,
+    Follow,
+    FromWorker,
+    Ready,
+    Start,
+)
+from lowbit.runtime.serve.metrics import Counts
+from lowbit.runtime.serve.server import END_S, SIGNALS, end_at_next_signal
+from lowbit.runtime.serve.settings import STOP_S, ServeSettings
+from lowbit.runtime.serve.totals import new_totals
+
+log = logging.getLogger("lowbit.serve")
+MOST_ACCEPTED = 64  # connections in one turn of the event loop
+RETRY_S = 0.5  # until connections are accepted again, where this process may have no more files
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """An HTTP process."""
+
+    process: BaseProcess
+    channel: Channel[FromWorker]
+    ready: asyncio.Event = field(default_factory=asyncio.Event)  # or ended
+    ended: bool = False
+    given: int = 0  # connections
+    connections: int = 0  # that it still has
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """Metrics of all other processes that one has asked for."""
+
+    worker: Worker
+    number: int  # that it calls them by
+    missing: set[Worker]
+    counts: list[Counts] = field(default_factory=list)
+
+
+class Supervisor:
+    """Runs the HTTP processes of a server; all methods belong to the event loop.
+
+    The first signal lets all finish their requests. A process that ends by itself ends the server
+    once the others have finished theirs: a connection or a count of it is lost already, and whoever
+    restarts servers hears of it. The end of the engine ends all, unless another one follows it.
+
+    Attributes:
+        engine: its process.
+        draining: the server ends.
+        engine_ended: it does because the engine has.
+        error: why else, if not for a signal.
+    """
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        listening: socket.socket,
+        engine: EngineProcess,
+        start_engine: Callable[[], EngineProcess],
+    ) -> None:
+        """Prepare to serve by `settings.http_workers` processes.
+
+        Args:
+            settings: of the server.
+            listening: where clients connect.
+            engine: has loaded its model, and has a channel for each process.
+            start_engine: starts another one like it.
+        """
+        self.engine = engine
+        self.draining = self.engine_ended = False
+        self.error: LowbitError | None = None
+        self._settings, self._listening, self._start_engine = settings, listening, start_engine
+        self._workers: list[Worker] = []
+        self._asked: dict[int, Asked] = {}
+        self._numbers = itertools.count(1)
+        self._engine_started = time.monotonic()
+
+    async def serve(self, on_start: Callable[[], None]) -> None:
+        """Serve until all processes have ended; `on_start` is called once they take connections."""
+        loop = asyncio.get_running_loop()
+        self._start_workers()
+        hearing = [asyncio.create_task(self._hear(each)) for each in self._workers]
+        watching = asyncio.create_task(self._watch_engine())
+        try:
+            for each in self._workers:
+                await each.ready.wait()
+            if self.error is None:
+                for number in SIGNALS:
+                    loop.add_signal_handler(number, self._at_signal)
+                self._listening.setblocking(False)
+                loop.add_reader(self._listening, self._accept)
+                on_start()
+            await asyncio.wait(hearing)
+        finally:
+            loop.remove_reader(self._listening)
+            for task in (watching, *hearing):
+                task.cancel()
+            for each in self._workers:
+                each.channel.close()
+                each.process.kill()
+                each.process.join()
+
+    def _start_workers(self) -> None:
+        totals, created = new_totals(self._settings.http_workers), int(time.time())
+        for row in range(self._settings.http_workers):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                process = start_process(
+                    run_worker, theirs, self._settings, row, name=f"lowbit-http-{row}"
+                )
+            worker = Worker(process, Channel(ours, FromWorker))
+            self._workers.append(worker)
+            engine = SharedSocket.of(self.engine.others.pop())
+            worker.channel.send(Start(engine, totals, created))
+
+    def _accept(self) -> None:
+        """Hand new connections to the processes that have the fewest."""
+        for _ in range(MOST_ACCEPTED):
+            try:
+                connection, _ = self._listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no more files, or memory
+                log.error("no connection can be accepted: %s", error.strerror or error)
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(self._listening)
+                loop.call_later(RETRY_S, loop.add_reader, self._listening, self._accept)
+                return
+            alive = [each for each in self._workers if not each.ended]
+            if not alive:
+                connection.close()
+                return
+            worker = min(alive, key=lambda each: (each.connections, each.given))
+            worker.given += 1
+            worker.connections += 1
+            worker.channel.send(Connect(SharedSocket.of(connection)))
+
+    async def _hear(self, worker: Worker) -> None:
+        """Follow an HTTP process until it ends."""
+        try:
+            async for message in worker.channel.receive():
+                self._obey(worker, message)
+        except Exception:
+            log.exception("a message of an HTTP process could not be followed")
+        await self._ended(worker)
+
+    def _obey(self, worker: Worker, message: FromWorker) -> None:
+        match message:
+            case Ready():
+                worker.ready.set()
+            case Closed(count):
+                worker.connections -= count
+            case AskCounts(number):
+                others = {each for each in self._workers if not (each.ended or each is worker)}
+                own = next(self._numbers)
+                self._asked[own] = Asked(worker, number, others)
+                for each in others:
+                    each.channel.send(AskCounts(own))
+                self._answer(own)
+            case CountsFound(number, counts):
+                if (asked := self._asked.get(number)) is not None:
+                    asked.missing.discard(worker)
+                    asked.counts += counts
+                    self._answer(number)
+            case Failed(problem, trace):
+                self._fail(problem.error(), trace)
+
+    def _answer(self, number: int) -> None:
+        """Answer a process that has asked for metrics, once all others have said theirs."""
+        asked = self._asked[number]
+        if not asked.missing:
+            del self._asked[number]
+            asked.worker.channel.send(CountsFound(asked.number, asked.counts))
+
+    def _fail(self, error: LowbitError, trace: str = "") -> None:
+        """Let the server end because of an error, once all requests have ended."""
+        if self.error is None:
+            self.error = error
+            if trace:
+                error.add_note(trace)  # which --debug shows
+        self._drain()
+
+    def _drain(self) -> None:
+        if self.draining:  # a second word of it would end them at once
+            return
+        self.draining = True
+        for each in self._workers:
+            each.channel.send(Drain())
+
+    async def _ended(self, worker: Worker) -> None:
+        """Note the end of a process, and why."""
+        worker.ended = True
+        worker.channel.close()
+        await asyncio.to_thread(worker.process.join, STOP_S + END_S)
+        if worker.process.exitcode is None:
+            log.error("an HTTP process hangs, and is killed")
+            worker.process.kill()
+            await asyncio.to_thread(worker.process.join)
+        if worker.process.exitcode or not self.draining:
+            ending = ending_of(worker.process)
+            if self.error is None:
+                log.error("an HTTP process has ended: %s; the server ends, too", ending)
+            hint = "the log above says why; a process that the system killed had too little memory"
+            self._fail(ResourceError(f"an HTTP process has ended: {ending}", hint))
+        worker.ready.set()
+        for number, asked in list(self._asked.items()):
+            asked.missing.discard(worker)
+            self._answer(number)
+
+    def _at_signal(self) -> None:
+        """Let all requests finish; the next signal ends all processes."""
+        end_at_next_signal()
+        self._drain()
+
+    async def _watch_engine(self) -> None:
+        """Wait for the end of the engine, and let another one follow if it may."""
+        while True:
+            await _end_of(self.engine.channel)
+            if self.draining:
+                return
+            young = time.monotonic() - self._engine_started < service.SHORT_LIFE_S
+            if not self._settings.restart_engine or young:
+                log.error("the server ends, as the engine has")
+                break
+            log.error("the engine has ended; another one is loaded")
+            try:
+                await self._follow()
+            except (LowbitError, OSError) as error:  # OSError: no process could be started
+                log.error("no engine could be loaded: %s", error)
+                break
+        self._end()
+
+    async def _follow(self) -> None:
+        """Load another engine.
+
+        Raises:
+            LowbitError, OSError: it could not be loaded.
+        """
+        await asyncio.to_thread(self.engine.stop)
+        log.error("the engine's process has ended: %s", self.engine.ending)
+        self.engine = self._start_engine()
+        await self.engine.loaded()
+        self._engine_started = time.monotonic()
+        for each in self._workers:
+            each.channel.send(Follow(SharedSocket.of(self.engine.others.pop())))
+        log.warning("another engine runs")
+
+    def _end(self) -> None:
+        """End all processes: they have told their clients that the engine has ended."""
+        self.draining = self.engine_ended = True
+        for each in self._workers:
+            each.channel.send(End())
+
+
+async def _end_of(channel: Channel[FromEngine]) -> None:
+    """Wait for the end of a channel."""
+    try:
+        async for _ in channel.receive():
+            pass
+    except Exception:
+        log.exception("a message of the engine could not be read")
