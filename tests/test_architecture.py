@@ -351,7 +351,7 @@ def test_help_and_completion_load_little(name: str, group: str) -> None:
 
 def test_the_http_side_of_a_server_needs_no_torch() -> None:
     """Its process would take 250 MB more, and three seconds to begin."""
-    names = ("app", "server", "served_model", "link.process", "link.client")
+    names = ("app", "server", "served_model", "supervisor", "link.process", "link.client")
     code = "".join(f"import lowbit.runtime.serve.{name}\n" for name in names)
     code += "import sys\nprint(sorted({'torch', 'triton', 'numpy'} & sys.modules.keys()))\n"
     done = subprocess.run(

@@ -327,7 +327,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Sampling": tuple(SETTINGS),
     "Many at a time": (
         *("prompts", "out", "max_sequences", "client_sequences", "queue", "request_timeout"),
-        "grammar_memory",
+        *("grammar_memory", "http_workers"),
     ),
     "Measurement": ("prompt_tokens", "new_tokens", "runs", "sampled"),
     "Load on a server": (

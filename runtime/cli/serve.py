@@ -306,15 +306,19 @@ def _serve_by_workers(
 
     engine = start_engine()
     facts = engine.facts()
-    set_up_logs()
-    allow_connections()
-    _note_loaded(settings, facts)
-    supervisor = Supervisor(settings, taken, engine, start_engine)
     try:
-        asyncio.run(supervisor.serve(lambda: _note_address(settings, taken)))
+        set_up_logs()
+        allow_connections()
+        supervisor = Supervisor(settings, taken, engine, start_engine)
+        _note_loaded(settings, facts)
+        try:
+            asyncio.run(supervisor.serve(lambda: _note_address(settings, taken)))
+        finally:
+            engine = supervisor.engine  # another may have followed
     finally:
-        engine = supervisor.engine
-        engine.stop()
+        hung = not engine.stop()
+    if hung:
+        sys.exit(1)  # as the log says
     if supervisor.engine_ended:
         raise _engine_ended(engine)
     if supervisor.error is not None:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import logging
 import os
 import socket
 import traceback
@@ -43,10 +44,12 @@ from lowbit.runtime.serve.service import Service, Siblings
 from lowbit.runtime.serve.settings import ServeSettings
 from lowbit.runtime.serve.totals import Totals
 
+log = logging.getLogger("lowbit.serve")
+
 
 @dataclass(slots=True)
 class Supervised:
-    """What an HTTP process has to do with its supervisor; belongs to the event loop."""
+    """An HTTP process's side of its supervisor; belongs to the event loop."""
 
     channel: Channel[ToWorker]
     _engines: asyncio.Queue[SharedSocket] = field(default_factory=asyncio.Queue)
@@ -117,6 +120,8 @@ class WorkerServer(Server):
         try:
             async for message in self._supervised.channel.receive():
                 await self._obey(message)
+        except Exception:
+            log.exception("a message of the supervisor could not be followed")
         finally:
             self.should_exit = True
 

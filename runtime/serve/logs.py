@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import secrets
+import select
 import sys
 import threading
 import time
@@ -147,6 +148,8 @@ def id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 MOST_WAITING_BYTES = 1 << 20  # of lines that are not written yet
+# Most bytes that a pipe takes in one piece; POSIX promises 512
+ATOMIC_BYTES = getattr(select, "PIPE_BUF", 512)
 FLUSH_S = 1.0
 GATHER_S = 0.01  # lines that come in it are written together: a thread's wake costs as much as two
 LOGGERS = (
@@ -218,15 +221,29 @@ class ThreadedHandler(logging.Handler):
             with self._changed:
                 left = b"".join(self._waiting)
                 self._waiting.clear()
-            while left:
+            written = 0
+            while written < len(left):
+                piece = memoryview(left)[written : end_of_piece(left, written)]
                 try:
-                    count = os.write(self._descriptor, left)
+                    written += os.write(self._descriptor, piece)
                 except OSError:  # the reader is gone, and no place is left to say so
-                    count = len(left)
-                left = left[count:]
-                with self._changed:
-                    self._bytes -= count
-                    self._changed.notify_all()
+                    break
+            with self._changed:
+                self._bytes -= len(left)
+                self._changed.notify_all()
+
+
+def end_of_piece(lines: bytes, first: int) -> int:
+    """End of whole lines that a pipe takes without those of another process between them.
+
+    A longer line is a piece by itself.
+    """
+    if len(lines) - first <= ATOMIC_BYTES:
+        return len(lines)
+    last = lines.rfind(b"\n", first, first + ATOMIC_BYTES)
+    if last < 0:
+        last = lines.find(b"\n", first)
+    return last + 1 or len(lines)
 
 
 def set_up_logs() -> None:

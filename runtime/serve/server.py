@@ -44,6 +44,16 @@ def allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def most_files() -> int:
+    """Files that this process may have open, connections among them."""
+    if sys.platform == "win32":
+        return MOST_FILES
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_FILES if soft == resource.RLIM_INFINITY else soft
+
+
 def return_large_blocks() -> None:
     """Let large blocks of memory go back to the system once nothing holds them.
 

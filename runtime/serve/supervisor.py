@@ -34,13 +34,15 @@ from lowbit.runtime.serve.link.workers import (
     Start,
 )
 from lowbit.runtime.serve.metrics import Counts
-from lowbit.runtime.serve.server import END_S, SIGNALS, end_at_next_signal
+from lowbit.runtime.serve.server import END_S, SIGNALS, end_at_next_signal, most_files
 from lowbit.runtime.serve.settings import STOP_S, ServeSettings
 from lowbit.runtime.serve.totals import new_totals
 
 log = logging.getLogger("lowbit.serve")
 MOST_ACCEPTED = 64  # connections in one turn of the event loop
-RETRY_S = 0.5  # until connections are accepted again, where this process may have no more files
+RETRY_S = 0.5  # until connections are accepted again, where there is no room for more
+ROOM = 0.75  # of the files that a process may have open, for its connections: one that has no room
+# for a file it is sent has lost its channel
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +76,7 @@ class Supervisor:
 
     Attributes:
         engine: its process.
+        room: connections that a process may have.
         draining: the server ends.
         engine_ended: it does because the engine has.
         error: why else, if not for a signal.
@@ -95,6 +98,7 @@ class Supervisor:
             start_engine: starts another one like it.
         """
         self.engine = engine
+        self.room = int(most_files() * ROOM)
         self.draining = self.engine_ended = False
         self.error: LowbitError | None = None
         self._settings, self._listening, self._start_engine = settings, listening, start_engine
@@ -102,6 +106,7 @@ class Supervisor:
         self._asked: dict[int, Asked] = {}
         self._numbers = itertools.count(1)
         self._engine_started = time.monotonic()
+        self._retry: asyncio.TimerHandle | None = None
 
     async def serve(self, on_start: Callable[[], None]) -> None:
         """Serve until all processes have ended; `on_start` is called once they take connections."""
@@ -120,6 +125,8 @@ class Supervisor:
                 on_start()
             await asyncio.wait(hearing)
         finally:
+            if self._retry is not None:
+                self._retry.cancel()
             loop.remove_reader(self._listening)
             for task in (watching, *hearing):
                 task.cancel()
@@ -144,24 +151,30 @@ class Supervisor:
     def _accept(self) -> None:
         """Hand new connections to the processes that have the fewest."""
         for _ in range(MOST_ACCEPTED):
+            able = [
+                each for each in self._workers if not each.ended and each.connections < self.room
+            ]
+            if not able:
+                self._accept_later()
+                return
             try:
                 connection, _ = self._listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:  # no more files, or memory
                 log.error("no connection can be accepted: %s", error.strerror or error)
-                loop = asyncio.get_running_loop()
-                loop.remove_reader(self._listening)
-                loop.call_later(RETRY_S, loop.add_reader, self._listening, self._accept)
+                self._accept_later()
                 return
-            alive = [each for each in self._workers if not each.ended]
-            if not alive:
-                connection.close()
-                return
-            worker = min(alive, key=lambda each: (each.connections, each.given))
+            worker = min(able, key=lambda each: (each.connections, each.given))
             worker.given += 1
             worker.connections += 1
             worker.channel.send(Connect(SharedSocket.of(connection)))
+
+    def _accept_later(self) -> None:
+        """Let clients wait in the system's queue for some time."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listening)
+        self._retry = loop.call_later(RETRY_S, loop.add_reader, self._listening, self._accept)
 
     async def _hear(self, worker: Worker) -> None:
         """Follow an HTTP process until it ends."""

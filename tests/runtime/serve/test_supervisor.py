@@ -1,0 +1,296 @@
+"""Connections, metrics and failures between HTTP processes, which are none here."""
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from lowbit.formats.errors import CheckpointError
+from lowbit.runtime.engine.stats import OfSource, Speculated
+from lowbit.runtime.images.shared import SharedBytes
+from lowbit.runtime.serve import supervisor as module
+from lowbit.runtime.serve.link.channel import Channel
+from lowbit.runtime.serve.link.messages import FromEngine, problem_of
+from lowbit.runtime.serve.link.process import EngineProcess
+from lowbit.runtime.serve.link.workers import (
+    AskCounts,
+    Closed,
+    Connect,
+    CountsFound,
+    Drain,
+    End,
+    Failed,
+    Ready,
+    Start,
+    ToWorker,
+)
+from lowbit.runtime.serve.metrics import Collector, Counts, Metrics, new_registry
+from lowbit.runtime.serve.server import listen
+from lowbit.runtime.serve.settings import ServeSettings
+from lowbit.runtime.serve.supervisor import Supervisor
+
+
+@dataclass(eq=False)
+class Fake:
+    """An HTTP process as its supervisor sees it."""
+
+    channel: Channel[ToWorker]
+    exitcode: int | None = None
+    heard: asyncio.Queue[ToWorker] = field(default_factory=asyncio.Queue)
+    connections: list[socket.socket] = field(default_factory=list)
+
+    def join(self, _: float | None = None) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.exitcode = -9 if self.exitcode is None else self.exitcode
+
+    def end(self, code: int) -> None:
+        self.exitcode = code
+        self.channel.close()
+
+    async def hear(self) -> None:
+        async for message in self.channel.receive():
+            if isinstance(message, Connect):
+                self.connections.append(message.connection.take())
+            self.heard.put_nowait(message)
+
+    async def next(self, kind: type) -> Any:
+        while True:
+            message = await asyncio.wait_for(self.heard.get(), 20)
+            if isinstance(message, kind):
+                return message
+
+
+@dataclass
+class Stage:
+    """A supervisor, its processes, and where clients connect."""
+
+    supervisor: Supervisor
+    workers: list[Fake]
+    port: int
+    engine: socket.socket
+    serving: asyncio.Task[None]
+    clients: list[socket.socket] = field(default_factory=list)
+
+    def connect(self) -> socket.socket:
+        self.clients.append(socket.create_connection(("127.0.0.1", self.port)))
+        return self.clients[-1]
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not true():
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def staged(
+    patch: pytest.MonkeyPatch, count: int = 2, ready: bool = True
+) -> AsyncIterator[Stage]:
+    workers: list[Fake] = []
+
+    def start_process(_: object, sock: socket.socket, *__: object, name: str) -> Fake:
+        workers.append(Fake(Channel[ToWorker](sock.dup(), ToWorker)))
+        return workers[-1]
+
+    patch.setattr(module, "start_process", start_process)
+    pairs = [socket.socketpair() for _ in range(1 + count)]
+    ours = [each for each, _ in pairs]
+    process: Any = SimpleNamespace(join=bool, exitcode=0)
+    engine = EngineProcess(process, Channel[FromEngine](ours[0], FromEngine), ours[1:])
+    settings = ServeSettings(("none",), http_workers=count)
+    begun = asyncio.Event()
+    with listen("127.0.0.1", 0) as taken:
+        supervisor = Supervisor(settings, taken, engine, lambda: cast(EngineProcess, None))
+        serving = asyncio.create_task(supervisor.serve(begun.set))
+        await asyncio.sleep(0)
+        hearing = [asyncio.create_task(each.hear()) for each in workers]
+        stage = Stage(supervisor, workers, taken.getsockname()[1], pairs[0][1], serving)
+        if ready:
+            for each in workers:
+                each.channel.send(Ready())
+            await asyncio.wait_for(begun.wait(), 20)
+        try:
+            yield stage
+        finally:
+            serving.cancel()
+            await asyncio.wait([serving, *hearing], timeout=1)
+            for task in hearing:
+                task.cancel()
+            for each in workers:
+                each.channel.close()
+                for connection in each.connections:
+                    connection.close()
+            for each in [*stage.clients, *(theirs for _, theirs in pairs)]:
+                each.close()
+            engine.channel.close()
+
+
+def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(work())
+
+
+def test_connections_go_to_the_process_that_has_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with staged(monkeypatch) as stage:
+            first, second = stage.workers
+            for _ in range(64):
+                stage.connect()
+            await stage.until(lambda: len(first.connections) + len(second.connections) == 64)
+            assert len(first.connections) == 32
+            second.channel.send(Closed(3))
+            await stage.until(lambda: stage.supervisor._workers[1].connections == 29)
+            for _ in range(3):
+                stage.connect()
+            await stage.until(lambda: len(second.connections) == 35)
+            asked = stage.connect()
+            await first.next(Connect)
+            asked.sendall(b"a request")
+            await stage.until(lambda: len(first.connections) == 33)
+            first.connections[-1].setblocking(True)
+            assert first.connections[-1].recv(100) == b"a request"
+
+    run(work)
+
+
+def test_no_process_gets_more_connections_than_it_has_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that has no room for a file that it is sent loses its channel."""
+
+    async def work() -> None:
+        monkeypatch.setattr(module, "most_files", lambda: 4)
+        monkeypatch.setattr(module, "RETRY_S", 0.01)
+        async with staged(monkeypatch) as stage:
+            first, second = stage.workers
+            for _ in range(8):
+                stage.connect()
+            await stage.until(lambda: stage.supervisor._retry is not None)
+            assert [len(each.connections) for each in stage.workers] == [3, 3]
+            first.channel.send(Closed(2))
+            await stage.until(lambda: len(first.connections) == 5)
+            assert len(second.connections) == 3
+
+    run(work)
+
+
+def counts(tokens: int) -> Counts:
+    metrics = Metrics(prompt_tokens=tokens, cached_tokens=1, new_tokens=2)
+    metrics.whole.observe(0.2)
+    metrics.whole.observe(1000.0, tokens)
+    metrics.first_token.observe(0.1)
+    metrics.finished["stop"] += tokens
+    metrics.responses["/metrics", 200] += tokens
+    metrics.count_drafts(Speculated(1, (1, 1), (1, 0), 2.0, {"head": OfSource(1, 2, 2, 1)}))
+    return metrics.counts
+
+
+def test_metrics_are_asked_of_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one of them ends meanwhile."""
+
+    async def work() -> None:
+        async with staged(monkeypatch, 3) as stage:
+            first, second, third = stage.workers
+            first.channel.send(AskCounts(7))
+            for each, tokens in ((second, 10), (third, 100)):
+                asked = await each.next(AskCounts)
+                each.channel.send(CountsFound(asked.number, [counts(tokens)]))
+            found = await first.next(CountsFound)
+            assert found.number == 7
+            assert found.counts == [counts(10), counts(100)]
+            first.channel.send(AskCounts(8))
+            asked = await second.next(AskCounts)
+            second.channel.send(CountsFound(asked.number, [counts(1)]))
+            await third.next(AskCounts)
+            third.end(-9)
+            found = await first.next(CountsFound)
+            assert (found.number, found.counts) == (8, [counts(1)])
+
+    run(work)
+
+
+def test_metrics_of_processes_are_sums() -> None:
+    sums, twice = Metrics(), Metrics()
+    for tokens in (3, 4):
+        sums.add(counts(tokens))
+    whole = counts(7)
+    assert sums.counts.finished == whole.finished == Counter(stop=7)
+    assert sums.counts.responses == [("/metrics", 200, 7)]
+    assert sums.counts.tokens == (7, 2, 4)
+    assert sums.whole.count == 9
+    assert sums.whole.total == pytest.approx(7000.4)
+    assert sums.first_token.count == 2
+    assert sums.drafts.speculated.sources["head"] == OfSource(2, 4, 4, 2)
+    load: Any = SimpleNamespace(pages=1, pages_used=0, running=0, waiting=0)
+    found: Any = SimpleNamespace(load=load, grammar_bytes=0, grammars_waiting=0)
+    registry = new_registry(Collector(sums, found, "none", "exact"))
+    bucket = {"model_name": "none", "le": "+Inf"}
+    assert registry.get_sample_value("vllm:e2e_request_latency_seconds_bucket", bucket) == 9
+    twice.add(sums.counts)
+    assert twice.counts == sums.counts
+
+
+def test_a_process_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with staged(monkeypatch, ready=False) as stage:
+            first, second = stage.workers
+            assert isinstance((await first.next(Start)).totals, SharedBytes)
+            problem = problem_of(CheckpointError("a template that ends nowhere"))
+            first.channel.send(Failed(problem, "in worker"))
+            await second.next(Drain)
+            for each in stage.workers:
+                each.end(0)
+            await asyncio.wait_for(stage.serving, 20)
+            error = stage.supervisor.error
+            assert isinstance(error, CheckpointError)
+            assert error.__notes__ == ["in worker"]
+
+    run(work)
+
+
+def test_a_process_that_ends_lets_the_others_finish_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another word of it would end them at once."""
+
+    async def work() -> None:
+        async with staged(monkeypatch, 3) as stage:
+            first, second, third = stage.workers
+            first.end(-11)
+            await second.next(Drain)
+            second.end(-9)
+            await stage.until(lambda: caplog.text.count("has ended") == 1)
+            stage.connect()  # those that come meanwhile are told that the server ends
+            await third.next(Connect)
+            third.end(0)
+            await asyncio.wait_for(stage.serving, 20)
+            heard = [each for each in _rest(third) if isinstance(each, Drain)]
+            assert len(heard) <= 1
+            assert str(stage.supervisor.error) == "an HTTP process has ended: signal SIGSEGV"
+            assert not stage.supervisor.engine_ended
+
+    run(work)
+
+
+def test_the_end_of_the_engine_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with staged(monkeypatch) as stage:
+            stage.engine.close()
+            for each in stage.workers:
+                await each.next(End)
+                each.end(0)
+            await asyncio.wait_for(stage.serving, 20)
+            assert stage.supervisor.engine_ended
+            assert stage.supervisor.error is None
+
+    run(work)
+
+
+def _rest(worker: Fake) -> list[ToWorker]:
+    return [worker.heard.get_nowait() for _ in range(worker.heard.qsize())]
