@@ -95,10 +95,12 @@ class Channel(Generic[Received]):
         It goes straight into the socket: to wake an event loop first would cost a thread's turn.
         """
         with self._lock:
-            if self._files:
+            if self._files:  # of a message that could not be encoded
                 self._files = []
             content = self._encode(message)
             data, files = len(content).to_bytes(LENGTH, "little") + content, self._files
+            if files:  # a socket is open for its peer as long as anybody holds it
+                self._files = []
             sent = 0 if self._waiting else self._sent(data, files)
             if sent == len(data):
                 return

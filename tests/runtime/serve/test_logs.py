@@ -9,15 +9,19 @@ from contextlib import suppress
 
 import httpx2
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lowbit.runtime.engine.delta import End
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.serve.logs import (
+    ATOMIC_BYTES,
     MOST_ERROR_CHARACTERS,
     MOST_WAITING_BYTES,
     Line,
     Record,
     ThreadedHandler,
+    end_of_piece,
 )
 from tests.runtime.serve.conftest import LONG, NAME, Running, running, until
 
@@ -68,6 +72,19 @@ def test_a_pipe_that_nobody_reads_stops_nobody(logger: logging.Logger) -> None:
     logger.info("nobody")
     until(lambda: not handler._bytes)
     os.close(writer)
+
+
+@given(st.lists(st.binary(max_size=3 * ATOMIC_BYTES), max_size=20))
+def test_lines_of_processes_are_not_mixed(texts: list[bytes]) -> None:
+    """A pipe takes a piece at once, unless it is a line that is too long for any."""
+    lines = b"".join(each.replace(b"\n", b"") + b"\n" for each in texts)
+    first = 0
+    while first < len(lines):
+        last = end_of_piece(lines, first)
+        piece = lines[first:last]
+        assert piece.endswith(b"\n")
+        assert len(piece) <= ATOMIC_BYTES or piece.count(b"\n") == 1
+        first = last
 
 
 def test_speeds_count_tokens_behind_the_first_step() -> None:

@@ -66,11 +66,19 @@ def test_a_number_of_sequences_that_was_chosen_is_explained(
         (("--api-key", "ses\tame"), 2, "characters"),
         (("--host", "203.0.113.1", "--no-auth"), 1, "cannot listen"),
         (("--allow-image-urls", "https://example.org"), 1, "names no host"),
+        (("--http-workers", "0"), 2, "--http-workers"),
+        (("--http-workers", "65"), 2, "--http-workers"),
     ],
 )
 def test_refuses_to_start(options: tuple[str, ...], code: int, word: str) -> None:
     done = CliRunner().invoke(main, ("serve", str(BUNDLED), "--device", "cpu", *options))
     assert (done.exit_code, word in done.stderr) == (code, True), done.stderr
+
+
+def test_windows_has_one_http_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowbit.runtime.cli.serve.sys", SimpleNamespace(platform="win32"))
+    done = CliRunner().invoke(main, ("serve", str(BUNDLED), "--http-workers", "2"))
+    assert (done.exit_code, "--http-workers" in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from lowbit.runtime.images.shared import SharedBytes
-from lowbit.runtime.serve.link.channel import LENGTH, READ, Channel
+from lowbit.runtime.serve.link.channel import LENGTH, READ, Channel, SharedSocket
 
 
 def pair(received: Any = list[int]) -> tuple[Channel[Any], Channel[Any]]:
@@ -213,6 +213,27 @@ def test_files_are_closed_once_nobody_needs_them() -> None:
     there.close()
     gc.collect()
     assert len(list(OPEN.iterdir())) <= before - 2
+
+
+class Given(msgspec.Struct, array_like=True):
+    connection: SharedSocket
+    beside: SharedBytes
+
+
+def test_a_socket_is_handed_on_and_left_by_its_sender() -> None:
+    here, there = pair(Given)
+    client, connection = socket.socketpair()
+    here.send(Given(SharedSocket.of(connection), SharedBytes.of(b"y")))
+    assert connection.fileno() == -1
+    [found] = asyncio.run(taken(there, 1))
+    assert bytes(found.beside.take()) == b"y"
+    with found.connection.take() as taker, client:
+        taker.sendall(b"x")
+        assert client.recv(2) == b"x"
+        taker.close()
+        assert client.recv(2) == b""  # nobody else has it
+    here.close()
+    there.close()
 
 
 def test_files_that_the_system_loses_end_what_comes(monkeypatch: pytest.MonkeyPatch) -> None:
