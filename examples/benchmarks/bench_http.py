@@ -1,7 +1,7 @@
 """CPU time of a server's HTTP side for each streamed token and each request, without a model.
 
 Run: python examples/benchmarks/bench_http.py [--clients 1,64,256] [--new 300] [--step-ms 7]
-    python examples/benchmarks/bench_http.py --burst 64 [--rounds 20] [--words 110]
+    python examples/benchmarks/bench_http.py --burst 64 [--words 110] [--http-workers 2]
 A stub stands for the engine: every step it has a token for each answer. What the HTTP side cannot
 carry shows as events of several tokens. In a burst all requests are sent at once, of token ids and
 then of chats, and each is answered with one token as soon as it is there. Clients, stub and server
@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from random import Random
@@ -34,11 +34,12 @@ from lowbit.runtime.lab.http_load.result import LatencyLimits
 from lowbit.runtime.lab.http_load.server import RequestSettings
 from lowbit.runtime.serve.link.channel import Channel
 from lowbit.runtime.serve.link.messages import Begin, Facts, FromEngine, More, Step, ToEngine
+from lowbit.runtime.serve.settings import ServeSettings
 from lowbit.runtime.state.sampling_params import SamplingParams
 
 BUNDLED = Path(__file__).parents[1] / "models" / "tiny-qwen3"
 SEQUENCES = 512
-CONTEXT = 4096
+CONTEXT = 1 << 15
 IDS = range(300, 1200)  # tokens of the stub's answers
 LIMITS = Limits(CONTEXT, CONTEXT, table_rows=1 << 18, hidden=1, vocabulary=1 << 18, pages=10**6)
 FACTS = Facts(
@@ -54,6 +55,7 @@ FACTS = Facts(
     images=None,
     load_s=0.0,
 )
+SETTINGS = ServeSettings(("stub",), queue=SEQUENCES, client_sequences=SEQUENCES)
 
 
 async def steps(channel: Channel[ToEngine], left: dict[int, int], step_s: float) -> None:
@@ -94,24 +96,41 @@ async def one_token_stub(channel: Channel[ToEngine], times: Pipe) -> None:
             channel.send(Step(message.numbers, [[IDS[0]] for _ in ends], ends))
 
 
-def engine(sock: socket.socket, step_s: float, times: Pipe | None) -> None:
+def engine(socks: Sequence[socket.socket], step_s: float, times: Pipe | None) -> None:
     """The stub's process; in a burst it has a pipe for the times."""
-    channel = Channel[ToEngine](sock, ToEngine)
-    asyncio.run(stub(channel, step_s) if times is None else one_token_stub(channel, times))
+
+    async def run() -> None:
+        channels = [Channel[ToEngine](each, ToEngine) for each in socks]
+        if times is None:
+            await asyncio.gather(*(stub(each, step_s) for each in channels))
+        else:
+            await asyncio.gather(*(one_token_stub(each, times) for each in channels))
+
+    asyncio.run(run())
 
 
-def serve(sock: socket.socket, listening: socket.socket) -> None:
+def supervise(socks: Sequence[socket.socket], listening: socket.socket) -> None:
+    """The process that starts several HTTP processes; `socks` has one more, which is its own."""
+    from lowbit.runtime.serve.link.process import EngineProcess
+    from lowbit.runtime.serve.supervisor import Supervisor
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    settings = replace(SETTINGS, http_workers=len(socks) - 1)
+    channel = Channel[FromEngine](socks[0], FromEngine)
+    made = EngineProcess(multiprocessing.current_process(), channel, list(socks[1:]))
+    asyncio.run(Supervisor(settings, listening, made, lambda: made).serve(lambda: None))
+
+
+def serve(socks: Sequence[socket.socket], listening: socket.socket) -> None:
     """The HTTP side's process."""
     from lowbit.runtime.serve.app import build_app
     from lowbit.runtime.serve.logs import set_up_logs
     from lowbit.runtime.serve.served_model import load_prompts, served_model
     from lowbit.runtime.serve.server import Server
     from lowbit.runtime.serve.service import Service
-    from lowbit.runtime.serve.settings import ServeSettings
 
-    settings = ServeSettings(("stub",), queue=SEQUENCES, client_sequences=SEQUENCES)
     model = served_model(FACTS, load_prompts(FACTS))
-    service = Service(model, settings, Channel[FromEngine](sock, FromEngine))
+    service = Service(model, SETTINGS, Channel[FromEngine](socks[0], FromEngine))
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     set_up_logs()  # the lines of requests are part of their time
     gc.collect()
@@ -120,21 +139,22 @@ def serve(sock: socket.socket, listening: socket.socket) -> None:
 
 
 @contextmanager
-def server(step_s: float, times: Pipe | None = None) -> Iterator[tuple[str, int]]:
+def server(step_s: float, times: Pipe | None = None, workers: int = 1) -> Iterator[tuple[str, int]]:
     """Address of a server in front of a stub, and the number of its process."""
     from lowbit.runtime.serve.server import listen
 
     context = multiprocessing.get_context("spawn")
-    ours, theirs = socket.socketpair()
+    pairs = [socket.socketpair() for _ in range(workers + (workers > 1))]
+    ours, theirs = zip(*pairs, strict=True)
     with listen("127.0.0.1", 0) as listening:
         made = [
             context.Process(target=engine, args=(theirs, step_s, times)),
-            context.Process(target=serve, args=(ours, listening)),
+            context.Process(target=serve if workers == 1 else supervise, args=(ours, listening)),
         ]
         for process in made:
             process.start()
-        ours.close()
-        theirs.close()
+        for each in (*ours, *theirs):
+            each.close()
         try:
             yield f"http://127.0.0.1:{listening.getsockname()[1]}", made[1].pid or 0
         finally:
@@ -144,9 +164,14 @@ def server(step_s: float, times: Pipe | None = None) -> Iterator[tuple[str, int]
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of the processor that a process has taken."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((each / "schedstat").read_text().split()[0]) for each in tasks) / 1e9
+    """Seconds of the processor that a process and the HTTP processes below it have taken."""
+    taken = 0.0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        taken += int((task / "schedstat").read_text().split()[0]) / 1e9
+        for child in (task / "children").read_text().split():
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                taken += cpu_s(int(child))
+    return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +221,11 @@ async def bursts(
     return found[3:]
 
 
-def show_bursts(width: int, rounds: int, words: int) -> None:
+def show_bursts(width: int, rounds: int, words: int, workers: int) -> None:
     """Print medians of bursts."""
     apis: tuple[Api, ...] = ("completions", "chat")
     times, theirs = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    with server(0.0, theirs) as (url, pid):
+    with server(0.0, theirs, workers) as (url, pid):
         for api in apis:
             found = asyncio.run(bursts(url, pid, times, api, width, words, rounds))
             half, most = width // 2, width - 1 - width // 20
@@ -212,10 +237,11 @@ def show_bursts(width: int, rounds: int, words: int) -> None:
                 statistics.median(each.first_ms[at] for each in found) for at in (half, most)
             )
             least = min(each.cpu_ms for each in found)
+            rate = width / statistics.median(each.first_ms[-1] for each in found) * 1e3
             print(
                 f"{width} {api} at once: HTTP side {cpu:.2f} ms a request (least {least:.2f}), at "
                 f"the engine after {early:.0f} to {last:.0f} ms, first token p50 {p50:.0f} ms, p95 "
-                f"{p95:.0f} ms",
+                f"{p95:.0f} ms, {rate:.0f} requests/s",
                 flush=True,
             )
 
@@ -227,16 +253,23 @@ def show_bursts(width: int, rounds: int, words: int) -> None:
 @click.option("--burst", type=int, help="Requests that are sent at once, in place of the clients.")
 @click.option("--rounds", default=20, show_default=True, help="Bursts.")
 @click.option("--words", default=110, show_default=True, help="Words or ids of a burst's prompts.")
+@click.option("--http-workers", "workers", default=1, show_default=True, help="HTTP processes.")
 def main(
-    clients: str, new: int, step_ms: float, burst: int | None, rounds: int, words: int
+    clients: str,
+    new: int,
+    step_ms: float,
+    burst: int | None,
+    rounds: int,
+    words: int,
+    workers: int,
 ) -> None:
     """Measure the HTTP side of a server."""
     if burst is not None:
-        show_bursts(burst, rounds, words)
+        show_bursts(burst, rounds, words, workers)
         return
     asked = RequestSettings(model=None, prompt_tokens=8, new_tokens=new, token_ids=True)
     counts = [1, *map(int, clients.split(","))]  # the first one begins when all is imported
-    with server(step_ms / 1e3) as (url, pid):
+    with server(step_ms / 1e3, workers=workers) as (url, pid):
         for turn, count in enumerate(counts):
             load = OfferedLoad(2 * count, warm_up=count, clients=count)
             before = cpu_s(pid)

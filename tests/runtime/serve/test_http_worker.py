@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,6 +181,17 @@ def test_they_are_one_server() -> None:
         assert Counter(lines) == {"200": 2 + 1 + 2, "429": 2 + QUEUE, "499": 2 + QUEUE}
 
 
+def check_client(server: Served, clients: list[httpx2.Client]) -> None:
+    """One address is one client, whichever process it asks: it has half of the two rows."""
+    with streams(clients[:1]), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(clients[1].post, "/v1/completions", json={**LONG, "stream": False})
+        with connected(server, 1) as [client]:
+            until(lambda: metric(client, "vllm:num_requests_waiting") == 1)
+            assert metric(client, "vllm:num_requests_running") == 1
+        clients[0].close()
+        assert asked.result().status_code == 200
+
+
 def check_queue(server: Served) -> None:
     """Twice as many as the server takes come at once: each process has places for one half."""
     room = 2 + QUEUE
@@ -255,7 +267,8 @@ def test_the_end_of_the_engine_ends_requests_and_server() -> None:
 
 
 def test_another_engine_follows_for_all_of_them() -> None:
-    with served("--restart-engine", short_life=0.0) as server, connected(server) as clients:
+    options = ("--restart-engine", "--client-sequences", "1")
+    with served(*options, short_life=0.0) as server, connected(server) as clients:
         before = [each.post("/v1/completions", json=ASK).json()["choices"] for each in clients]
         os.kill(server.engine, signal.SIGKILL)
         until(lambda: "another engine runs" in server.text)
@@ -265,5 +278,6 @@ def test_another_engine_follows_for_all_of_them() -> None:
         assert after == before
         assert server.text.count("another engine runs") == 1
         assert all(metric(each, "vllm:generation_tokens_total") == 12 for each in clients)
+        check_client(server, clients)
         server.process.send_signal(signal.SIGTERM)
         server.ended(0)
