@@ -313,6 +313,9 @@ def _serve_by_workers(
         _note_loaded(settings, facts)
         try:
             asyncio.run(supervisor.serve(lambda: _note_address(settings, taken)))
+        except BaseException:  # Ctrl-C at the start; a channel may be on its way to a process
+            supervisor.engine.kill()
+            raise
         finally:
             engine = supervisor.engine  # another may have followed
     finally:

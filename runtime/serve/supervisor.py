@@ -111,10 +111,11 @@ class Supervisor:
     async def serve(self, on_start: Callable[[], None]) -> None:
         """Serve until all processes have ended; `on_start` is called once they take connections."""
         loop = asyncio.get_running_loop()
-        self._start_workers()
-        hearing = [asyncio.create_task(self._hear(each)) for each in self._workers]
-        watching = asyncio.create_task(self._watch_engine())
+        tasks: list[asyncio.Task[None]] = []
         try:
+            self._start_workers()  # which a signal may end half way
+            hearing = [asyncio.create_task(self._hear(each)) for each in self._workers]
+            tasks = [*hearing, asyncio.create_task(self._watch_engine())]
             for each in self._workers:
                 await each.ready.wait()
             if self.error is None:
@@ -128,7 +129,7 @@ class Supervisor:
             if self._retry is not None:
                 self._retry.cancel()
             loop.remove_reader(self._listening)
-            for task in (watching, *hearing):
+            for task in tasks:
                 task.cancel()
             for each in self._workers:
                 each.channel.close()
@@ -139,11 +140,15 @@ class Supervisor:
         totals, created = new_totals(self._settings.http_workers), int(time.time())
         for row in range(self._settings.http_workers):
             ours, theirs = socket.socketpair()
-            with theirs:
-                process = start_process(
-                    run_worker, theirs, self._settings, row, name=f"lowbit-http-{row}"
-                )
-            worker = Worker(process, Channel(ours, FromWorker))
+            channel: Channel[FromWorker] = Channel(ours, FromWorker)
+            name = f"lowbit-http-{row}"
+            try:
+                with theirs:
+                    process = start_process(run_worker, theirs, self._settings, row, name=name)
+            except BaseException:
+                channel.close()  # which ends one that has been started nevertheless
+                raise
+            worker = Worker(process, channel)
             self._workers.append(worker)
             engine = SharedSocket.of(self.engine.others.pop())
             worker.channel.send(Start(engine, totals, created))
