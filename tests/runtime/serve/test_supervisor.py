@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from lowbit.formats.errors import CheckpointError
+from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.runtime.engine.stats import OfSource, Speculated
 from lowbit.runtime.images.shared import SharedBytes
+from lowbit.runtime.serve import service
 from lowbit.runtime.serve import supervisor as module
 from lowbit.runtime.serve.link.channel import Channel
 from lowbit.runtime.serve.link.messages import FromEngine, problem_of
@@ -93,11 +94,19 @@ class Stage:
 
 @asynccontextmanager
 async def staged(
-    patch: pytest.MonkeyPatch, count: int = 2, ready: bool = True
+    patch: pytest.MonkeyPatch,
+    count: int = 2,
+    *,
+    ready: bool = True,
+    most: int = 8,
+    next_engine: Callable[[], EngineProcess] | None = None,
 ) -> AsyncIterator[Stage]:
+    """A supervisor of `count` processes, of which `most` can be started."""
     workers: list[Fake] = []
 
     def start_process(_: object, sock: socket.socket, *__: object, name: str) -> Fake:
+        if len(workers) == most:
+            raise OSError("no process is left")
         workers.append(Fake(Channel[ToWorker](sock.dup(), ToWorker)))
         return workers[-1]
 
@@ -106,10 +115,11 @@ async def staged(
     ours = [each for each, _ in pairs]
     process: Any = SimpleNamespace(join=bool, exitcode=0)
     engine = EngineProcess(process, Channel[FromEngine](ours[0], FromEngine), ours[1:])
-    settings = ServeSettings(("none",), http_workers=count)
+    restarts = next_engine is not None
+    settings = ServeSettings(("none",), http_workers=count, restart_engine=restarts)
     begun = asyncio.Event()
     with listen("127.0.0.1", 0) as taken:
-        supervisor = Supervisor(settings, taken, engine, lambda: cast(EngineProcess, None))
+        supervisor = Supervisor(settings, taken, engine, next_engine or (lambda: engine))
         serving = asyncio.create_task(supervisor.serve(begun.set))
         await asyncio.sleep(0)
         hearing = [asyncio.create_task(each.hear()) for each in workers]
@@ -129,7 +139,7 @@ async def staged(
                 each.channel.close()
                 for connection in each.connections:
                     connection.close()
-            for sock in [*stage.clients, *(theirs for _, theirs in pairs)]:
+            for sock in [*stage.clients, *engine.others, *(theirs for _, theirs in pairs)]:
                 sock.close()
             engine.channel.close()
 
@@ -253,6 +263,47 @@ def test_a_process_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyP
             assert isinstance(error, CheckpointError)
             assert error.__notes__ == ["in worker"]
 
+    run(work)
+
+
+def test_a_start_that_fails_half_way_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with staged(monkeypatch, ready=False, most=1) as stage:
+            with pytest.raises(OSError, match="no process"):
+                await asyncio.wait_for(stage.serving, 20)
+            assert [each.exitcode for each in stage.workers] == [-9]
+
+    run(work)
+
+
+def test_no_process_stays_where_a_signal_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with staged(monkeypatch, ready=False) as stage:
+            await stage.workers[1].next(Start)
+            stage.serving.cancel()
+            await asyncio.wait([stage.serving], timeout=20)
+            assert [each.exitcode for each in stage.workers] == [-9, -9]
+
+    run(work)
+
+
+def test_an_engine_that_cannot_be_loaded_again_ends_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def next_engine() -> EngineProcess:
+        raise ResourceError("the GPU has no memory left")
+
+    async def work() -> None:
+        async with staged(monkeypatch, next_engine=next_engine) as stage:
+            stage.engine.close()
+            for each in stage.workers:
+                await each.next(End)
+                each.end(0)
+            await asyncio.wait_for(stage.serving, 20)
+            assert stage.supervisor.engine_ended
+            assert "no engine could be loaded: the GPU has no memory left" in caplog.text
+
+    monkeypatch.setattr(service, "SHORT_LIFE_S", 0.0)
     run(work)
 
 
