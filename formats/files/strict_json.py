@@ -3,7 +3,7 @@
 import gc
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, compress
 from pathlib import Path
@@ -15,15 +15,33 @@ MAX_DEPTH = 64  # nesting of objects and lists; config.json has 4, a tokenizer 8
 # A value takes up to 300 bytes in memory. Gemma's tokenizer has 1,800,000; headers have 8 a tensor.
 MAX_VALUES = 2_000_000
 _CONTAINERS = frozenset((dict, list))
+Pairs = list[tuple[str, Any]]  # names and values of an object
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def loads(raw: bytes, nan: bool = True) -> Any:
+def object_of_pairs(pairs: Pairs) -> dict[str, Any]:
+    """An object of its names and values; raises ValueError for a name that stands twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the key `{name[:80]}` stands twice")
+            seen.add(name)
+    return found
+
+
+def loads(
+    raw: bytes,
+    nan: bool = True,
+    make: Callable[[Pairs], dict[str, Any]] = object_of_pairs,
+) -> Any:
     """Parse JSON.
 
     Args:
         raw: UTF-8.
         nan: also take `NaN` and `Infinity`, which some files have and JSON lacks.
+        make: makes an object; calls `object_of_pairs`.
 
     Raises:
         ValueError: not JSON, a key that stands twice in an object, half a surrogate pair, objects
@@ -37,9 +55,7 @@ def loads(raw: bytes, nan: bool = True) -> Any:
     try:
         with _without_collection():
             constant = None if nan else _no_constant
-            content = json.loads(
-                raw.decode(), object_pairs_hook=_no_duplicates, parse_constant=constant
-            )
+            content = json.loads(raw.decode(), object_pairs_hook=make, parse_constant=constant)
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
     except ValueError as error:
@@ -79,17 +95,6 @@ def _without_collection() -> Iterator[None]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"the key `{name[:80]}` stands twice")
-            seen.add(name)
-    return found
 
 
 def _check(content: Any, unicode: bool) -> None:

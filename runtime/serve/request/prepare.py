@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from starlette.requests import Request as HttpRequest
 
 from lowbit.formats.errors import LowbitError, RequestError, SettingError, TooLongError
-from lowbit.formats.files.strict_json import loads
 from lowbit.formats.sampling_ranges import SEEDS, SETTINGS
 from lowbit.formats.text.template import THINKING
 from lowbit.formats.text.worker import Ask, blocking
@@ -25,6 +24,7 @@ from lowbit.runtime.serve.link.messages import Constraints
 from lowbit.runtime.serve.logs import Record
 from lowbit.runtime.serve.protocol import has_whole_body
 from lowbit.runtime.serve.request.body import AnswerBody, ModelBody
+from lowbit.runtime.serve.request.body_json import loads_body
 from lowbit.runtime.serve.request.contents import media_of
 from lowbit.runtime.serve.request.explain import FEWER, WRONG, explained, got
 from lowbit.runtime.serve.request.forms import (
@@ -377,7 +377,7 @@ def _bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
 def parse(raw: bytes, schema: type[OfModel]) -> OfModel:
     """Check the bytes of a body against a schema; errors as in `read_body`."""
     try:
-        content = loads(raw, nan=False)
+        content = loads_body(raw)
     except UnicodeDecodeError as error:
         raise invalid(f"the body is not UTF-8: byte {error.start} cannot be read") from None
     except ValueError as error:
