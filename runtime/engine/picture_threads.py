@@ -15,8 +15,9 @@ from operator import methodcaller
 from typing import Any, TypeVar
 from weakref import ReferenceType, ref
 
+from lowbit.runtime.images.file import GoesOn
+
 T = TypeVar("T")
-GoesOn = Callable[[], bool]  # False once nobody waits for a work, or the program ends
 Run = Callable[[GoesOn], T]  # does a work; between two pieces it may raise CancelledError
 
 

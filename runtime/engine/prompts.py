@@ -13,7 +13,8 @@ from lowbit.formats.text.tokenizer import MarkedText
 from lowbit.formats.text.worker import Ask, blocking
 from lowbit.runtime.engine.image_input import EncodedPrompt, ImageInput, PictureEmbedder, place
 from lowbit.runtime.engine.request import Limits
-from lowbit.runtime.images.picture import KnownPictures, Picture, PictureReader
+from lowbit.runtime.images.known import KnownPictures
+from lowbit.runtime.images.picture import Picture, PictureReader
 from lowbit.runtime.text.chat import (
     Message,
     has_late_system,

@@ -17,7 +17,7 @@ from lowbit.formats.machine.memory import free_bytes
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 from lowbit.runtime.engine.image_input import ImageInput
 from lowbit.runtime.engine.memory import gigabytes
-from lowbit.runtime.engine.picture_threads import GoesOn, PictureThreads, PictureWork
+from lowbit.runtime.engine.picture_threads import PictureThreads, PictureWork
 from lowbit.runtime.engine.vision_place import (
     CACHE_BYTES,
     TowerMemory,
@@ -28,8 +28,10 @@ from lowbit.runtime.engine.vision_place import (
     tower_memories,
     tower_memory,
 )
+from lowbit.runtime.images.file import GoesOn, PictureFile
+from lowbit.runtime.images.known import KnownPictures
 from lowbit.runtime.images.patches import ImagePatches, image_patches
-from lowbit.runtime.images.picture import KnownPictures, Picture, Pixels
+from lowbit.runtime.images.picture import Picture, Pixels
 from lowbit.runtime.models.vision import (
     OpenedTower,
     VisionTower,
@@ -187,8 +189,12 @@ class Vision:
         """Patches of a picture, which a thread begins to cut if nobody has asked for them."""
         work = self._cuts.get(picture.digest)
         if work is None:
-            cut = _Cut(picture.content, picture.settings, picture.take_pixels())
-            work = self._cutters.begin(lambda _: CutPicture(cut.patches()), _pixel_bytes(picture))
+            cut = _Cut(picture.file, picture.settings, picture.take_pixels())
+
+            def run(goes_on: GoesOn) -> CutPicture:
+                return CutPicture(cut.patches(goes_on))
+
+            work = self._cutters.begin(run, _pixel_bytes(picture))
             self._cuts[picture.digest] = work
         return work
 
@@ -204,7 +210,7 @@ class Vision:
         """Embeddings of a picture, which a thread makes if nobody has asked for them."""
         work = self._runs.get(picture.digest)
         if work is None:
-            cut = _Cut(picture.content, picture.settings, picture.take_pixels())
+            cut = _Cut(picture.file, picture.settings, picture.take_pixels())
             patches, threads = _count(picture), torch.get_num_threads()
 
             def run(goes_on: GoesOn) -> Tensor:
@@ -224,7 +230,7 @@ class Vision:
         Raises:
             CancelledError: nobody waits for them any more.
         """
-        image = cut.patches()
+        image = cut.patches(goes_on)
         needed = self.opened.working_bytes(patches, self.dtype)
         if self._tower is None:
             self._check_host(self.opened.weight_bytes(self.dtype) + needed)
@@ -305,14 +311,14 @@ def _until_done(future: Future[Any]) -> Iterator[Future[Any]]:
 class _Cut:
     """A picture that a thread is to cut, apart from the request that shows it."""
 
-    content: bytes
+    file: PictureFile
     settings: ImageSettings
     pixels: Pixels | None  # None where it has to be decoded again
 
-    def patches(self) -> ImagePatches:
-        """The picture, resized."""
+    def patches(self, goes_on: GoesOn) -> ImagePatches:
+        """The picture, resized; errors as in `PictureFile.content` and `image_patches`."""
         pixels, self.pixels = self.pixels, None
-        return image_patches(self.content, self.settings, pixels=pixels)
+        return image_patches(pixels or self.file.content(goes_on), self.settings)
 
 
 def _count(picture: Picture) -> int:

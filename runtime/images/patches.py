@@ -56,21 +56,17 @@ class ImagePatches:
 
 
 def image_patches(
-    content: bytes,
+    source: bytes | Pixels,
     settings: ImageSettings,
     limits: ImageLimits = ImageLimits(),  # noqa: B008 - frozen
-    pixels: Pixels | None = None,
 ) -> ImagePatches:
-    """Decode and resize an image file.
-
-    Args:
-        pixels: of the file, where it has been decoded.
+    """Decode and resize an image file, or resize the pixels of one that has been decoded.
 
     Raises:
         RequestError, ResourceError: see `decode_image`.
     """
-    resized = resize(pixels or decode_image(content, limits), settings)
-    return ImagePatches(resized, settings)
+    image = source if isinstance(source, Pixels) else decode_image(source, limits)
+    return ImagePatches(resize(image, settings), settings)
 
 
 def cut(pixels: Tensor, settings: ImageSettings, dtype: torch.dtype) -> Tensor:

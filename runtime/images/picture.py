@@ -1,8 +1,6 @@
 """Image files that have been read once: their tokens are known, and few pixels are kept."""
 
 import hashlib
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
@@ -17,6 +15,8 @@ from lowbit.runtime.images.decode import (
     decode_image,
     worked_pixels,
 )
+from lowbit.runtime.images.file import EncodedFile, PictureFile, StoredFile
+from lowbit.runtime.images.known import KnownPictures
 from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.images.size import smart_size
 
@@ -36,7 +36,6 @@ MOST_IMAGES = 4096  # of a prompt: 64 tokens each, Qwen3.5's least, fill a conte
 # Limit for those images of a prompt that nobody has read before: 128 screens of 3840 x 2160, with
 # `auto` as many as 262,144 tokens hold
 MOST_PROMPT_PIXELS = 1 << 30
-MOST_KNOWN = 1 << 14  # images whose sizes are remembered, in 4 MB
 # Decoded pixels of a prompt that are handed on to the engine: those of a screen of 3840 x 2160
 MOST_KEPT_PIXELS = 1 << 23
 MOST_KEPT = 64  # images that they are of: each takes a descriptor, and a message carries 253
@@ -61,7 +60,7 @@ class Pixels:
 class Picture:
     """An image file that can be decoded, and the tokens that it takes in a prompt."""
 
-    content: bytes = field(repr=False)
+    file: PictureFile = field(repr=False)
     settings: ImageSettings
     rows: int  # of tokens
     columns: int  # tokens in a row
@@ -101,36 +100,6 @@ def limited(settings: ImageSettings, detail: object) -> ImageSettings:
 
 
 @dataclass(slots=True)
-class KnownPictures:
-    """Sizes of images that have been decoded, so that a growing chat does not decode them again."""
-
-    _sizes: OrderedDict[bytes, tuple[int, int]] = field(default_factory=OrderedDict, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def size_of(
-        self, content: bytes, digest: bytes, limits: ImageLimits
-    ) -> "tuple[tuple[int, int], Image | None]":
-        """Width and height of a file's image, and the image where it was decoded now.
-
-        Args:
-            digest: SHA-256 of the content.
-
-        Raises:
-            RequestError, ResourceError: see `decode_image`.
-        """
-        with self._lock:
-            if (found := self._sizes.get(digest)) is not None:
-                self._sizes.move_to_end(digest)
-                return found, None
-        image = decode_image(content, limits)
-        with self._lock:
-            self._sizes[digest] = image.size
-            if len(self._sizes) > MOST_KNOWN:
-                self._sizes.popitem(last=False)
-        return image.size, image
-
-
-@dataclass(slots=True)
 class PictureReader:
     """Reads the images of one prompt, within the limits of all of them."""
 
@@ -146,41 +115,60 @@ class PictureReader:
     # Contents by `id`, with their SHA-256: thousands of parts may name one address
     _hashed: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
 
-    def read(self, content: bytes, detail: object = "auto") -> Picture:
+    def read(self, source: bytes | EncodedFile, detail: object = "auto") -> Picture:
         """Decode a file, so that a damaged one is refused before the prompt runs.
 
         One that the prompt shows again is the same picture, or fails as before.
 
         Raises:
-            RequestError, ResourceError: see `decode_image`; or too many images or pixels.
+            RequestError, ResourceError: see `decode_image`; or too many images or pixels, or a text
+                that stands for no file.
         """
+        file, sha256 = self._identify(source)
         self.count += 1
         if self.count > MOST_IMAGES:
             raise too_many(MOST_IMAGES)
         settings = limited(self.settings, detail)
-        file = self._hash(content)
-        digest = digest_of(file, settings)
-        if (same := self._read.get(digest)) is not None:
-            return same
-        if (failed := self._failed.get(file)) is not None:
-            raise failed.with_traceback(None)
-        limits = ImageLimits(left_pixels=MOST_PROMPT_PIXELS - self.pixels)
-        try:
-            size, image = self.known.size_of(content, file, limits)
-        except RequestError as error:
-            if isinstance(error, UnreadableImageError):
-                self.pixels += error.pixels
-            self._failed[file] = error
-            raise
-        pixels = None
-        if image is not None:
+        digest = digest_of(sha256, settings)
+        if (found := self._read.get(digest)) is None:
+            if (failed := self._failed.get(sha256)) is not None:
+                raise failed.with_traceback(None)
+            found = self._read[digest] = self._decode(file, sha256, settings, digest)
+        if isinstance(source, EncodedFile) and isinstance(file, StoredFile):
+            self.known.texts.keep(source, sha256)
+        return found
+
+    def _identify(self, source: bytes | EncodedFile) -> tuple[PictureFile, bytes]:
+        """A file and its SHA-256, by its text where that is known."""
+        if isinstance(source, bytes):
+            return StoredFile(source), self._hash(source)
+        if (known := self.known.texts.find(source)) is not None:
+            return known.file, known.digest
+        content = source.content(_always)
+        return StoredFile(content), hashlib.sha256(content).digest()
+
+    def _decode(
+        self, file: PictureFile, sha256: bytes, settings: ImageSettings, digest: bytes
+    ) -> Picture:
+        """The picture of a file, which is decoded if its size is not known."""
+        size, pixels = self.known.size_of(sha256), None
+        if size is None:
+            content = file.content(_always)
+            limits = ImageLimits(left_pixels=MOST_PROMPT_PIXELS - self.pixels)
+            try:
+                image = decode_image(content, limits)
+            except RequestError as error:
+                if isinstance(error, UnreadableImageError):
+                    self.pixels += error.pixels
+                self._failed[sha256] = error
+                raise
+            size = image.size
+            self.known.note_size(sha256, size)
             self.pixels += worked_pixels(content, size)
             pixels = self._kept(image)
         width, height = smart_size(*size, settings)
         rows, columns = height // settings.factor, width // settings.factor
-        found = Picture(content, settings, rows, columns, digest, pixels)
-        self._read[digest] = found
-        return found
+        return Picture(file, settings, rows, columns, digest, pixels)
 
     def _hash(self, content: bytes) -> bytes:
         """SHA-256 of a file; that of the same object is computed once."""
@@ -201,3 +189,7 @@ class PictureReader:
         self.kept += count
         self.handed += 1
         return Pixels(image.width, image.height, shared)
+
+
+def _always() -> bool:
+    return True

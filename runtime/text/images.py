@@ -14,6 +14,7 @@ from lowbit.formats.fields import shown
 from lowbit.formats.files.user_file import read_user_file
 from lowbit.runtime.images.data_url import MOST_BYTES, SCHEME, bytes_of_data_url, data_url
 from lowbit.runtime.images.decode import decode_image
+from lowbit.runtime.images.file import EncodedFile
 from lowbit.runtime.images.picture import Picture, PictureReader
 
 IMAGE, IMAGE_URL = "image", "image_url"
@@ -94,8 +95,8 @@ def for_template(message: dict[str, Any], where: str) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
-def file_of(value: Any) -> bytes:
-    """Content of an image file: bytes, a path, or a `data:` URL.
+def file_of(value: Any) -> bytes | EncodedFile:
+    """An image file by its bytes, its path, or a `data:` URL.
 
     A text is never a path: it may come from somebody who may not read files.
 
@@ -105,7 +106,7 @@ def file_of(value: Any) -> bytes:
     if isinstance(value, bytes):
         return value
     if isinstance(value, str) and value.lstrip()[: len(SCHEME)].lower() == SCHEME:
-        return bytes_of_data_url(value)
+        return EncodedFile(value, bytes_of_data_url)
     if not isinstance(value, Path):
         raise RequestError(
             f"an image must be bytes, a path or a `{SCHEME}` URL, got {shown(value)}",
@@ -172,10 +173,10 @@ def _read(part: Mapping[str, Any], reader: PictureReader, where: str) -> dict[st
             detail = given.get("detail", detail) if isinstance(given, Mapping) else detail
             if not isinstance(url, str):
                 raise RequestError(f"`{IMAGE_URL}` must have a `url`, got {shown(url)}")
-            content = bytes_of_data_url(url)
+            file: bytes | EncodedFile = EncodedFile(url, bytes_of_data_url)
         else:
-            content = file_of(given)
-        picture = reader.read(content, "auto" if detail is None else detail)
+            file = file_of(given)
+        picture = reader.read(file, "auto" if detail is None else detail)
     except LowbitError as error:
         raise type(error)(f"{where}: {error}", hint=error.hint) from None
     return {"type": IMAGE, IMAGE: picture}

@@ -17,13 +17,16 @@ from lowbit.runtime.engine.stream import Answer
 from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.errors import of_bug
 from lowbit.runtime.serve.link.channel import Channel
+from lowbit.runtime.serve.link.files import file_found
 from lowbit.runtime.serve.link.messages import (
+    AskFile,
     AskLoad,
     Begin,
     Cancel,
     Constraints,
     DropGrammar,
     Ended,
+    FileFound,
     FromEngine,
     GrammarMade,
     Health,
@@ -35,6 +38,7 @@ from lowbit.runtime.serve.link.messages import (
     Source,
     Step,
     begin_of,
+    picture_of,
 )
 from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.text.grammar_source import GrammarSource
@@ -254,8 +258,19 @@ class EngineClient:
                 found = self._loads.pop(0)
                 if not found.done():
                     found.set_result(message)
+            case AskFile(digest):
+                self._send_file(digest)
             case Ended(problem):
                 self._ending = problem
+
+    def _send_file(self, digest: bytes) -> None:
+        """Send the file of a picture that an answer shows, by a thread: it may be base64."""
+        spans = (each for one in self._waiting.values() for each in one.answer.request.images)
+        picture = next((picture_of(each) for each in spans if each.digest == digest), None)
+        if picture is None:
+            self._channel.send(FileFound(digest))
+        else:
+            self.loop.run_in_executor(None, lambda: self._channel.send(file_found(picture)))
 
     def _deliver(self, number: int, tokens: Sequence[int], more: More | None) -> None:
         """Give an answer's news to the task that waits for it."""

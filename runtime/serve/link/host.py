@@ -25,6 +25,7 @@ from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.serve.errors import of_bug
 from lowbit.runtime.serve.grammars import GrammarQueue
 from lowbit.runtime.serve.link.channel import Channel
+from lowbit.runtime.serve.link.files import RemoteFiles
 from lowbit.runtime.serve.link.messages import (
     AskLoad,
     Begin,
@@ -33,6 +34,7 @@ from lowbit.runtime.serve.link.messages import (
     DropGrammar,
     Ended,
     Facts,
+    FileFound,
     GrammarMade,
     Health,
     LoadFound,
@@ -95,6 +97,7 @@ class Connection:
     """An HTTP side, and what it has asked for; belongs to the event loop."""
 
     channel: Channel[ToEngine]
+    files: RemoteFiles  # of pictures
     answers: dict[int, Running] = field(default_factory=dict)
     grammars: dict[int, Grammar] = field(default_factory=dict)
     making: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # grammars
@@ -107,6 +110,7 @@ class Connection:
             task.cancel()
         self.answers.clear()
         self.grammars.clear()
+        self.files.close()
         self.channel.close()
 
 
@@ -354,7 +358,7 @@ class EngineHost:
         sys.setswitchinterval(SWITCH_S)
         self.stepper.start()
         watching = asyncio.create_task(self._watch())
-        hearing = [asyncio.create_task(self._hear(Connection(each))) for each in channels]
+        hearing = [asyncio.create_task(self._hear(each)) for each in channels]
         try:
             both = (watching, asyncio.gather(*hearing, return_exceptions=True))
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -374,7 +378,8 @@ class EngineHost:
             sys.setswitchinterval(switch_s)
         return ended
 
-    async def _hear(self, connection: Connection) -> None:
+    async def _hear(self, channel: Channel[ToEngine]) -> None:
+        connection = Connection(channel, RemoteFiles(channel))
         self._connections.append(connection)
         try:
             connection.channel.send(facts_of(self.model))
@@ -402,6 +407,8 @@ class EngineHost:
                 connection.grammars.pop(number, None)
                 if (task := connection.making.get(number)) is not None:
                     task.cancel()
+            case FileFound():
+                connection.files.settle(message)
             case AskLoad():
                 memory = self.grammars.memory
                 load = load_of(self.model.engine)
@@ -413,7 +420,7 @@ class EngineHost:
     def _begin(self, connection: Connection, message: Begin) -> None:
         """Submit the requests of a message."""
         try:
-            requests = message.requests(self.model.prompts.embedder)
+            requests = message.requests(self.model.prompts.embedder, connection.files.file)
         except BaseException as error:
             for number in message.numbers:
                 _fail(connection, message, number, error)

@@ -4,7 +4,7 @@ A step of the engine is one message, whatever the number of its answers. Request
 are called by numbers that the HTTP side chooses.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from lowbit.runtime.engine.request import Limits, Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stats import Load, Speculated
+from lowbit.runtime.images.file import PictureFile
 from lowbit.runtime.images.picture import Picture, Pixels
 from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.state.sampling_params import SamplingParams
@@ -137,21 +138,20 @@ class ShownPixels(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ShownPicture(msgspec.Struct, array_like=True, frozen=True):
-    """A picture of a prompt: its file, and its pixels where they are handed on."""
+    """A picture of a prompt, and its pixels where they are handed on; see `AskFile`."""
 
-    content: bytes
     settings: ImageSettings
     rows: int
     columns: int
     digest: bytes
     pixels: ShownPixels | None
 
-    def picture(self) -> Picture:
+    def picture(self, file: PictureFile) -> Picture:
         """The picture, with its pixels in this process's memory."""
         shown, pixels = self.pixels, None
         if shown is not None:
             pixels = Pixels(shown.width, shown.height, shown.rgb.take())
-        return Picture(self.content, self.settings, self.rows, self.columns, self.digest, pixels)
+        return Picture(file, self.settings, self.rows, self.columns, self.digest, pixels)
 
 
 class ShownImage(msgspec.Struct, array_like=True, frozen=True):
@@ -162,7 +162,7 @@ class ShownImage(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Begin(Message):
-    """Begin answers to a prompt, which is sent once, as its images are.
+    """Begin answers to a prompt, which is sent once, as pixels of its images are.
 
     The fields are those of `Request` that the engine looks at; answers differ in their sampling.
     """
@@ -181,12 +181,16 @@ class Begin(Message):
     begin: OutputStart
     constraints: Constraints
 
-    def requests(self, embedder: PictureEmbedder) -> list[Request]:
+    def requests(
+        self, embedder: PictureEmbedder, file_of: Callable[[bytes], PictureFile]
+    ) -> list[Request]:
         """The request for each answer, without its constraint.
 
-        embedder: makes the embeddings of pictures.
+        Args:
+            embedder: makes the embeddings of pictures.
+            file_of: the file of a picture, by its digest.
         """
-        pictures = [each.picture() for each in self.pictures]
+        pictures = [each.picture(file_of(each.digest)) for each in self.pictures]
         first = Request(
             prompt=tuple(self.prompt),
             max_new_tokens=self.count,
@@ -210,7 +214,7 @@ def begin_of(
     request = requests[0]
     if request.count is None or request.constraint is not None:
         raise ValueError("the request has not been checked, or has what no message can carry")
-    shown = [_picture_of(each) for each in request.images]
+    shown = [picture_of(each) for each in request.images]
     pictures = {each.digest: each for each in shown}
     places = {digest: number for number, digest in enumerate(pictures)}
     return Begin(
@@ -233,7 +237,8 @@ def begin_of(
     )
 
 
-def _picture_of(span: ImageSpan) -> Picture:
+def picture_of(span: ImageSpan) -> Picture:
+    """The picture of a span that has its file; raises ValueError for others."""
     made = span.embeddings
     if not isinstance(made, PictureEmbeddings):
         raise ValueError("an image without its file cannot be sent")
@@ -245,9 +250,7 @@ def _shown(found: Picture) -> ShownPicture:
     shown = None
     if pixels is not None and isinstance(pixels.rgb, SharedBytes):
         shown = ShownPixels(pixels.width, pixels.height, pixels.rgb)
-    return ShownPicture(
-        found.content, found.settings, found.rows, found.columns, found.digest, shown
-    )
+    return ShownPicture(found.settings, found.rows, found.columns, found.digest, shown)
 
 
 class Cancel(Message):
@@ -296,11 +299,29 @@ class LoadFound(Message):
     grammars_waiting: int  # for memory
 
 
+class AskFile(Message):
+    """Ask for the file of a picture whose pixels are not there; `FileFound` answers.
+
+    A growing chat shows its pictures again in every turn, and their tokens are in the cache.
+    """
+
+    digest: bytes  # of the picture
+
+
+class FileFound(Message):
+    """File of a picture; without content where no answer shows it any more."""
+
+    digest: bytes
+    shared: SharedBytes | None = None
+    content: bytes | None = None  # where the system cannot share it
+    problem: Problem | None = None  # why it cannot be sent
+
+
 class Ended(Message):
     """Last message of an engine that knows why it ends."""
 
     problem: Problem
 
 
-ToEngine = Settings | MakeGrammar | DropGrammar | Begin | Cancel | AskLoad
-FromEngine = Facts | NotLoaded | GrammarMade | Step | Health | LoadFound | Ended
+ToEngine = Settings | MakeGrammar | DropGrammar | Begin | Cancel | AskLoad | FileFound
+FromEngine = Facts | NotLoaded | GrammarMade | Step | Health | LoadFound | Ended | AskFile

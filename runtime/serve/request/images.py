@@ -9,6 +9,7 @@ from lowbit.formats.fields import shown
 from lowbit.runtime.engine.prompts import PromptEncoder
 from lowbit.runtime.images.data_url import bytes_of_base64, bytes_of_data_url
 from lowbit.runtime.images.decode import UnreadableImageError
+from lowbit.runtime.images.file import EncodedFile
 from lowbit.runtime.images.picture import (
     MOST_IMAGES,
     MOST_NEW_IMAGES,
@@ -122,8 +123,8 @@ def _check_other(found: PlacedPart) -> None:
 def _reads(found: PlacedPart, reader: PictureReader) -> bool:
     """Read an image; False for one of an earlier turn that cannot be read."""
     try:
-        content, detail = _file_of(found.part)
-        found.part.read_as(reader.read(content, _detail_of(detail)))
+        file, detail = _file_of(found.part)
+        found.part.read_as(reader.read(file, _detail_of(detail)))
     except RequestError as error:
         if found.newest:
             raise refused(error, found.where) from None
@@ -141,8 +142,8 @@ def _detail_of(given: object) -> object:
     return NAMED.get(name, name)
 
 
-def _file_of(part: MediaPart) -> tuple[bytes, object]:
-    """Content of an image part, and its detail.
+def _file_of(part: MediaPart) -> tuple[bytes | EncodedFile, object]:
+    """The file of an image part, and its detail.
 
     Raises:
         RequestError: it has none, or names one that would have to be fetched.
@@ -174,18 +175,18 @@ def address_of(part: MediaPart) -> str | None:
     return found if isinstance(found, str) and HTTP.match(found) else None
 
 
-def _of_url(address: Any) -> bytes:
+def _of_url(address: Any) -> EncodedFile:
     if not isinstance(address, str):
         raise RequestError(f"an image's address must be text, got {shown(address)}", SEND)
     if FETCHED.match(address):
         raise RequestError(
             f"the image's address is {shown(address)}, which this server does not fetch", SEND
         )
-    return bytes_of_data_url(address)
+    return EncodedFile(address, bytes_of_data_url)
 
 
-def _of_source(source: Any) -> bytes:
-    """Content of an image as Anthropic's API has it."""
+def _of_source(source: Any) -> EncodedFile:
+    """The file of an image as Anthropic's API has it."""
     kind = source.get("type") if isinstance(source, Mapping) else None
     if kind == "url":
         return _of_url(source.get("url"))
@@ -196,11 +197,12 @@ def _of_source(source: Any) -> bytes:
     return _of_base64(source.get("data"), "source.data")
 
 
-def _of_base64(data: Any, field: str) -> bytes:
-    """Content that a field has as base64, or as the whole `data:` URL."""
+def _of_base64(data: Any, field: str) -> EncodedFile:
+    """The file that a field has as base64, or as the whole `data:` URL."""
     if not isinstance(data, str):
         raise RequestError(f"`{field}` must be base64, got {shown(data)}")
-    return bytes_of_data_url(data) if data[:5].lower() == "data:" else bytes_of_base64(data)
+    is_url = data[:5].lower() == "data:"
+    return EncodedFile(data, bytes_of_data_url if is_url else bytes_of_base64)
 
 
 def without_data(

@@ -20,6 +20,7 @@ from lowbit.runtime.images import patches as patches_module
 from lowbit.runtime.images import picture as limits
 from lowbit.runtime.images.decode import decode_image
 from lowbit.runtime.images.patches import ImagePatches, image_patches
+from lowbit.runtime.images.picture import Pixels
 from lowbit.runtime.models.vision import VisionTower
 from lowbit.runtime.serve.apis.chat import ChatBody
 from lowbit.runtime.serve.link.messages import Begin
@@ -226,7 +227,7 @@ def test_base64_is_not_kept_beside_the_file(seeing: Running) -> None:
     part = content[0]
     assert isinstance(part, MediaPart)
     assert part.picture is not None
-    assert part.picture.content == PNG
+    assert part.picture.file.content(lambda: True) == PNG
     assert part.image_url is None
 
 
@@ -340,7 +341,7 @@ def test_several_answers_and_streams_see_the_image(
     """One picture is decoded here, sent, cut and embedded once for all of them."""
     begun: list[object] = []
     decoded: list[bytes] = []
-    cut: list[bytes] = []
+    cut: list[bytes | Pixels] = []
     towers: list[ImagePatches] = []
     pieces = VisionTower.pieces
 
@@ -348,9 +349,9 @@ def test_several_answers_and_streams_see_the_image(
         decoded.append(content)
         return decode_image(content, *given)
 
-    def patches(content: bytes, *given: Any, **named: Any) -> ImagePatches:
-        cut.append(content)
-        return image_patches(content, *given, **named)
+    def patches(source: bytes | Pixels, *given: Any) -> ImagePatches:
+        cut.append(source)
+        return image_patches(source, *given)
 
     def tower(self: VisionTower, image: ImagePatches) -> Iterator[Any]:
         towers.append(image)

@@ -39,7 +39,7 @@ def test_an_image_is_bytes_a_path_or_a_data_url(tmp_path: Path) -> None:
     parts += [{"type": "image_url", "image_url": {"url": URL, "detail": "high"}}]
     parts += [{"type": "image_url", "image_url": URL}]
     found = read(turn(text("Look:"), *parts), turn(image(PNG), role="tool"))
-    assert [each.content for each in found] == [PNG] * 6
+    assert [each.file.content(lambda: True) for each in found] == [PNG] * 6
     assert len({each.digest for each in found}) == 1
 
 

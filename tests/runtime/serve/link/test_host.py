@@ -17,6 +17,7 @@ from lowbit.runtime.backends.exchange import PartedError
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.link.channel import Channel
+from lowbit.runtime.serve.link.files import RemoteFiles
 from lowbit.runtime.serve.link.host import Connection, EngineHost, Running
 from lowbit.runtime.serve.link.messages import (
     AskLoad,
@@ -343,7 +344,8 @@ def test_a_damaged_message_ends_its_connection_with_a_word(
 
 def connected() -> tuple[Connection, socket.socket]:
     ours, theirs = socket.socketpair()
-    return Connection(Channel[ToEngine](ours, ToEngine)), theirs
+    channel = Channel[ToEngine](ours, ToEngine)
+    return Connection(channel, RemoteFiles(channel)), theirs
 
 
 def test_a_grammar_is_forgotten_before_it_was_begun(model: Model) -> None:

@@ -1,7 +1,7 @@
 """Messages between the processes arrive as they were sent."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stats import Load, OfSource, Speculated
+from lowbit.runtime.images.file import GoesOn, StoredFile
 from lowbit.runtime.images.picture import Picture, Pixels
 from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.serve.link.messages import (
@@ -45,6 +46,16 @@ REQUEST = Request(
 )
 
 
+@dataclass(frozen=True)
+class Other:
+    """Stands for the file of a picture, which is elsewhere."""
+
+    digest: bytes
+
+    def content(self, goes_on: GoesOn) -> bytes:
+        raise AssertionError("nobody needs it")
+
+
 def carried(message: object, kind: object) -> object:
     """A message as another process gets it, which a channel gives the files of shared bytes."""
     files: list[SharedBytes] = []
@@ -63,20 +74,20 @@ def test_a_request_arrives_with_all_that_the_engine_looks_at() -> None:
     limits = Constraints(3, 17, (8, 9))
     found = carried(begin_of([4], "abc", [REQUEST], limits), ToEngine)
     assert isinstance(found, Begin)
-    [request] = found.requests(EmbedderElsewhere())
+    [request] = found.requests(EmbedderElsewhere(), Other)
     assert request == REQUEST
     assert request.count == REQUEST.count
     assert (found.numbers, found.id, found.constraints) == ([4], "abc", limits)
 
 
 def test_answers_to_one_prompt_are_one_message() -> None:
-    picture = Picture(b"\x89PNG" * 1000, SETTINGS, 3, 5, b"digest")
+    picture = Picture(StoredFile(b"\x89PNG" * 1000), SETTINGS, 3, 5, b"digest")
     first = replace(REQUEST, images=(span_of(picture, 2, EmbedderElsewhere()),))
     requests = [replace(first, sampling=replace(first.sampling, seed=seed)) for seed in range(8)]
     found = carried(begin_of(range(8), "abc", requests, Constraints()), ToEngine)
     assert isinstance(found, Begin)
     assert len(msgspec.msgpack.encode(found)) < 6000
-    made = found.requests(EmbedderElsewhere())
+    made = found.requests(EmbedderElsewhere(), Other)
     assert [each.sampling.seed for each in made] == list(range(8))
     assert all(each.images is made[0].images and each.prompt == first.prompt for each in made)
 
@@ -90,8 +101,8 @@ def test_every_field_that_the_engine_looks_at_is_carried() -> None:
     assert looked_at | own == set(Begin.__struct_fields__)
 
 
-def test_images_are_carried_as_their_files() -> None:
-    picture = Picture(b"\x89PNG", SETTINGS, 3, 5, b"digest")
+def test_images_are_carried_without_their_files() -> None:
+    picture = Picture(StoredFile(b"\x89PNG"), SETTINGS, 3, 5, b"digest")
     request = replace(REQUEST, images=(span_of(picture, 2, EmbedderElsewhere()),))
     found = carried(begin_of([4], "abc", [request], Constraints()), ToEngine)
     assert isinstance(found, Begin)
@@ -102,18 +113,18 @@ def test_images_are_carried_as_their_files() -> None:
             made.append(picture)
             return iter(())
 
-    [made_request] = found.requests(Noted())
+    [made_request] = found.requests(Noted(), Other)
     [span] = made_request.images
     assert (span.start, span.rows, span.columns, span.digest) == (2, 3, 5, b"digest")
     assert callable(span.embeddings)
     span.embeddings()
-    assert (made[0].content, made[0].settings) == (b"\x89PNG", SETTINGS)
+    assert (made[0].file, made[0].settings) == (Other(b"digest"), SETTINGS)
 
 
 def test_a_picture_in_several_places_is_carried_once_with_its_pixels() -> None:
     shared = SharedBytes.of(bytes(range(9)))
-    cat = Picture(b"\x89PNG" * 500, SETTINGS, 1, 2, b"cat", Pixels(3, 1, shared))
-    dog = Picture(b"\xff\xd8\xff", SETTINGS, 1, 1, b"dog")
+    cat = Picture(StoredFile(b"\x89PNG" * 500), SETTINGS, 1, 2, b"cat", Pixels(3, 1, shared))
+    dog = Picture(StoredFile(b"\xff\xd8\xff"), SETTINGS, 1, 1, b"dog")
     shown = ((cat, 0), (dog, 2), (cat, 3))
     spans = tuple(span_of(each, start, EmbedderElsewhere()) for each, start in shown)
     message = begin_of([4], "abc", [replace(REQUEST, images=spans)], Constraints())
@@ -121,7 +132,7 @@ def test_a_picture_in_several_places_is_carried_once_with_its_pixels() -> None:
     assert not cat.pixels.rgb  # they are not kept as long as the answer
     found = carried(message, ToEngine)
     assert isinstance(found, Begin)
-    [request] = found.requests(EmbedderElsewhere())
+    [request] = found.requests(EmbedderElsewhere(), Other)
     assert [(each.start, each.digest) for each in request.images] == [
         (0, b"cat"),
         (2, b"dog"),

@@ -1,0 +1,153 @@
+"""Texts that stand for files of images, and are known again in later turns of a chat."""
+
+import base64
+from collections.abc import Callable
+
+import pytest
+
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.images import known as module
+from lowbit.runtime.images import picture as picture_module
+from lowbit.runtime.images.data_url import bytes_of_base64, bytes_of_data_url
+from lowbit.runtime.images.file import EncodedFile
+from lowbit.runtime.images.known import KnownPictures, KnownTexts
+from lowbit.runtime.images.picture import Picture, PictureReader
+from tests.runtime.images.pictures import SETTINGS, picture, saved
+
+PNG = saved(picture(90, 70))
+DATA = base64.b64encode(PNG).decode()
+URL = f"data:image/png;base64,{DATA}"
+
+
+class Decoder:
+    """Decodes `data:` URLs, and counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, text: str) -> bytes:
+        self.count += 1
+        return bytes_of_data_url(text)
+
+
+def copy(text: str) -> str:
+    """The same text as the next request brings it."""
+    return text.encode().decode()
+
+
+def read(
+    known: KnownPictures, text: str, decode: Callable[[str], bytes] = bytes_of_data_url
+) -> Picture:
+    return PictureReader(SETTINGS, known).read(EncodedFile(copy(text), decode))
+
+
+def test_a_text_is_decoded_once() -> None:
+    known, decode = KnownPictures(), Decoder()
+    first = read(known, URL, decode)
+    for _ in range(3):
+        later = read(known, URL, decode)
+        assert (later.digest, later.rows, later.columns) == (first.digest, 2, 3)
+    assert decode.count == 1
+    assert later.file is not first.file
+    assert later.file.content(lambda: True) == PNG
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        f" {URL}",
+        f"DATA:;base64,{DATA}",
+        URL.rstrip("="),
+        URL.replace("+", "-").replace("/", "_", 1),
+        f"{URL[:60]}\n{URL[60:]}",
+    ],
+)
+def test_other_spellings_are_the_same_picture(other: str) -> None:
+    known, decode = KnownPictures(), Decoder()
+    digest = read(known, URL, decode).digest
+    reader = PictureReader(SETTINGS, known)
+    pictures = [reader.read(EncodedFile(copy(each), decode)) for each in (other, URL, other)]
+    assert {each.digest for each in pictures} == {digest, PictureReader(SETTINGS).read(PNG).digest}
+    assert len(set(map(id, pictures))) == 1
+    assert decode.count == 2  # each spelling once
+    assert read(known, other, decode).digest == digest
+    assert decode.count == 2
+
+
+def test_texts_that_look_alike_are_different_pictures() -> None:
+    """Of the same length, and the same in all places that are looked at first."""
+    known = KnownPictures()
+    texts, digests = [], []
+    for sign in b"abc":
+        file = PNG + bytes(6000) + bytes((sign,)) * 3 + bytes(6000)  # Pillow reads no further
+        texts.append(f"data:image/png;base64,{base64.b64encode(file).decode()}")
+        digests.append(PictureReader(SETTINGS).read(file).digest)
+    assert len(set(digests)) == 3
+    assert len({module._key(EncodedFile(each, bytes_of_data_url)) for each in texts}) == 1
+    for _ in range(2):
+        assert [read(known, each).digest for each in texts] == digests
+        assert [read(known, each).digest for each in (texts[0], texts[0])] == digests[:1] * 2
+    assert len(known.texts._texts) == 1
+
+
+def test_a_text_is_known_by_the_way_in_which_it_is_read() -> None:
+    """Base64 alone is no address of an image, whatever else it has been."""
+    known = KnownPictures()
+    read(known, DATA, bytes_of_base64)
+    with pytest.raises(RequestError, match="must begin with `data:`"):
+        read(known, DATA)
+    read(known, URL)
+    with pytest.raises(RequestError, match="which base64 lacks"):
+        read(known, URL, bytes_of_base64)
+
+
+def test_texts_without_a_picture_are_not_remembered() -> None:
+    known = KnownPictures()
+    for text in (URL[:200], "data:,", URL + "!"):
+        for _ in range(2):
+            with pytest.raises(RequestError):
+                read(known, text)
+    assert not known.texts._texts
+
+
+def test_a_file_whose_size_is_forgotten_is_decoded_again() -> None:
+    known, decode = KnownPictures(), Decoder()
+    first = read(known, URL, decode)
+    known._sizes.clear()
+    assert read(known, URL, decode).digest == first.digest
+    assert decode.count == 2
+
+
+def test_limits_hold_for_known_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = KnownPictures()
+    read(known, URL)
+    monkeypatch.setattr(picture_module, "MOST_IMAGES", 2)
+    reader = PictureReader(SETTINGS, known)
+    for _ in range(2):
+        reader.read(EncodedFile(URL, bytes_of_data_url))
+    with pytest.raises(RequestError, match="may have 2 images, this one has more"):
+        reader.read(EncodedFile(URL, bytes_of_data_url))
+
+
+def test_the_memory_of_texts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [EncodedFile(f"{number}" * 1000, bytes_of_base64) for number in range(5)]
+    texts = KnownTexts()
+    texts.keep(files[0], b"")
+    one = texts.size_bytes
+    assert 1000 < one < 1600
+    texts = KnownTexts(most_bytes=3 * one)
+    for each in (*files[:3], files[0]):
+        texts.keep(each, b"")
+    assert texts.size_bytes == 3 * one
+    assert texts.find(files[1]) is not None  # so that it stays
+    texts.keep(files[3], b"")
+    assert [texts.find(each) is not None for each in files] == [True, True, False, True, False]
+    texts.keep(EncodedFile("x" * 9000, bytes_of_base64), b"")  # larger than all may be
+    wide = EncodedFile("\N{EURO SIGN}" * 1000, bytes_of_base64)
+    texts.keep(wide, b"")  # a character of it takes two bytes
+    assert texts.size_bytes <= 3 * one
+    assert [texts.find(each) is not None for each in (files[3], wide)] == [True, True]
+    monkeypatch.setattr(module, "MOST_KNOWN", 1)
+    texts.keep(files[4], b"")
+    assert [texts.find(each) is not None for each in (wide, files[4])] == [False, True]
+    assert texts.size_bytes == one

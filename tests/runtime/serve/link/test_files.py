@@ -1,0 +1,130 @@
+"""Files of pictures, which an engine asks the HTTP side for."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any, cast
+from unittest.mock import Mock
+
+import pytest
+
+from lowbit.formats.errors import ResourceError
+from lowbit.runtime.images.file import StoredFile
+from lowbit.runtime.images.picture import Picture
+from lowbit.runtime.images.shared import SharedBytes
+from lowbit.runtime.serve.link import files as module
+from lowbit.runtime.serve.link.files import RemoteFile, RemoteFiles, file_found
+from lowbit.runtime.serve.link.messages import AskFile, FileFound
+from tests.runtime.images.pictures import SETTINGS
+from tests.runtime.serve.conftest import until
+
+D = b"digest"
+
+
+class Other:
+    """Stands for the channel to an HTTP side that answers at once."""
+
+    def __init__(self, *answers: FileFound | None) -> None:
+        self.asked: list[object] = []
+        self.answers = list(answers)
+        self.files = RemoteFiles(cast(Any, self))
+
+    def send(self, message: object) -> None:
+        self.asked.append(message)
+        if self.answers and (found := self.answers.pop(0)) is not None:
+            self.files.settle(found)
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AGAIN_S", 0.0)
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+
+
+@pytest.fixture
+def thread() -> Iterator[Callable[..., Future[bytes]]]:
+    with ThreadPoolExecutor(4) as threads:
+        yield threads.submit
+
+
+def test_a_file_is_asked_for_when_it_is_needed() -> None:
+    for found in (FileFound(D, content=b"file"), FileFound(D, shared=SharedBytes.of(b"file"))):
+        other = Other(found)
+        file = other.files.file(D)
+        assert file == RemoteFile(other.files, D)
+        assert not other.asked
+        assert file.content(lambda: True) == b"file"
+        assert other.asked == [AskFile(D)]
+
+
+def test_a_file_that_no_answer_shows_is_asked_for_while_somebody_waits() -> None:
+    """Another answer may join one that was cancelled, and show the same picture."""
+    other = Other(FileFound(D), FileFound(D), FileFound(D, content=b"file"))
+    assert other.files.content(D, lambda: True) == b"file"
+    assert other.asked == [AskFile(D)] * 3
+    other = Other(FileFound(D), FileFound(D))
+    with pytest.raises(CancelledError):
+        other.files.content(D, Mock(side_effect=[True, False]))
+    assert other.asked == [AskFile(D)] * 2
+
+
+def test_nobody_waits_for_a_file_that_nobody_needs(thread: Callable[..., Future[bytes]]) -> None:
+    other, needed = Other(), threading.Event()
+    waiting = thread(other.files.content, D, lambda: not needed.is_set())
+    needed.set()
+    with pytest.raises(CancelledError):
+        waiting.result(20)
+    other.files.settle(FileFound(D, content=b"late"))
+
+
+def test_all_who_wait_for_a_file_get_it(thread: Callable[..., Future[bytes]]) -> None:
+    both, other = threading.Barrier(3), Other()
+
+    def content(digest: bytes) -> bytes:
+        both.wait(20)
+        return other.files.content(digest, lambda: True)
+
+    waiting = [thread(content, each) for each in (D, b"other")]
+    both.wait(20)
+    until(lambda: len(other.asked) == 2)
+    other.files.settle(FileFound(b"other", content=b"two"))
+    other.files.settle(FileFound(D, content=b"one"))
+    assert [each.result(20) for each in waiting] == [b"one", b"two"]
+
+
+def test_the_end_of_an_http_side_ends_all_waiting(thread: Callable[..., Future[bytes]]) -> None:
+    other = Other()
+    waiting = thread(other.files.content, D, lambda: True)
+    until(lambda: bool(other.asked))
+    other.files.close()
+    for each in (waiting, thread(other.files.content, D, lambda: True)):
+        with pytest.raises(CancelledError):
+            each.result(20)
+
+
+def test_a_file_that_cannot_be_sent_is_an_error_of_the_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def picture(content: Any) -> Picture:
+        return Picture(Mock(content=content), SETTINGS, 1, 1, D)
+
+    found = file_found(picture(Mock(side_effect=MemoryError)))
+    with pytest.raises(ResourceError, match="memory"):
+        Other(found).files.content(D, lambda: True)
+    assert not caplog.records
+    found = file_found(picture(Mock(side_effect=ZeroDivisionError)))
+    with pytest.raises(Exception, match="the file of a picture could not be sent"):
+        Other(found).files.content(D, lambda: True)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_file_that_the_system_cannot_share_is_sent_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    picture = Picture(StoredFile(b"file"), SETTINGS, 1, 1, D)
+    found = file_found(picture)
+    assert found.shared is not None
+    assert found.shared.take() == b"file"
+    assert found.content is None
+    monkeypatch.setattr(SharedBytes, "of", Mock(side_effect=OSError))
+    assert file_found(picture) == FileFound(D, content=b"file")

@@ -1,0 +1,134 @@
+"""Images of earlier turns over HTTP: neither decoded nor sent to the engine again."""
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lowbit.runtime.images import picture as limits
+from lowbit.runtime.images.data_url import bytes_of_base64, bytes_of_data_url
+from lowbit.runtime.serve.link.messages import Begin, FileFound
+from lowbit.runtime.serve.request import images as module
+from tests.runtime.images.pictures import picture, saved
+from tests.runtime.serve.conftest import Running, post, turns
+from tests.runtime.serve.test_images import (
+    CHAT,
+    FIELD,
+    answer_of,
+    ask,
+    image,
+    prompt_tokens,
+    text,
+    user,
+)
+
+LATER = turns(("assistant", "A."), ("user", "And?"))
+Noted = tuple[list[str], list[object]]
+
+
+@pytest.fixture
+def noted(seeing: Running, monkeypatch: pytest.MonkeyPatch) -> Noted:
+    """Texts that are decoded, and messages to the engine."""
+    texts: list[str] = []
+    sent: list[object] = []
+    send = seeing.service.channel.send
+
+    def counted(decode: Any) -> Any:
+        def run(text: str) -> bytes:
+            texts.append(text)
+            return bytes(decode(text))
+
+        return run
+
+    def note(message: object) -> None:
+        sent.append(message)
+        send(message)
+
+    monkeypatch.setattr(module, "bytes_of_data_url", counted(bytes_of_data_url))
+    monkeypatch.setattr(module, "bytes_of_base64", counted(bytes_of_base64))
+    monkeypatch.setattr(seeing.service.channel, "send", note)
+    return texts, sent
+
+
+@pytest.fixture
+def urls() -> Iterator[str]:
+    """Data URLs of images that the server has not seen."""
+    return (
+        f"data:image/png;base64,{base64.b64encode(saved(picture(200, 150, seed))).decode()}"
+        for seed in range(1000, 2000)
+    )
+
+
+@pytest.mark.parametrize("path", FIELD)
+def test_a_later_turn_neither_decodes_an_image_nor_sends_it(
+    seeing: Running, noted: Noted, urls: Iterator[str], path: str
+) -> None:
+    texts, sent = noted
+    url = next(each for number, each in enumerate(urls) if number == list(FIELD).index(path))
+    first = user(text(path, "See " * 40), image(path, url), text(path, "?" * 90))
+    before = prompt_tokens(ask(seeing, path, first))
+    assert len(texts) == 1
+    for _ in range(2):
+        assert prompt_tokens(ask(seeing, path, first, *LATER)) > before
+    assert len(texts) == 1
+    begun = [each for each in sent if isinstance(each, Begin)]
+    assert [[shown.pixels is not None for shown in each.pictures] for each in begun] == [
+        [True],
+        [False],
+        [False],
+    ]
+    assert not [each for each in sent if isinstance(each, FileFound)]
+
+
+def test_an_image_whose_pixels_are_not_handed_on_is_sent_when_it_is_needed(
+    seeing: Running, noted: Noted, urls: Iterator[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *_, url = (next(urls) for _ in range(20))
+    _, sent = noted
+    shown = [user(text(CHAT, "See "), image(CHAT, url)), *LATER]
+    monkeypatch.setattr(limits, "MOST_KEPT_PIXELS", 0)
+    first = ask(seeing, CHAT, *shown)
+    found = [each for each in sent if isinstance(each, FileFound)]
+    assert len(found) == 1
+    assert found[0].shared is not None
+    vision = seeing.model.vision
+    assert vision is not None
+    vision._kept.clear()  # as the engine's cache forgets pictures and prompts after a while
+    seeing.model.engine.forget()
+    second = ask(seeing, CHAT, *shown)
+    assert answer_of(CHAT, first) == answer_of(CHAT, second)
+    assert len([each for each in sent if isinstance(each, FileFound)]) == 2
+    monkeypatch.undo()
+    vision._kept.clear()
+    vision.known._sizes.clear()
+    seeing.service.model.prompts.known._sizes.clear()
+    seeing.model.engine.forget()
+    assert answer_of(CHAT, ask(seeing, CHAT, *shown)) == answer_of(CHAT, first)
+
+
+def test_a_picture_by_two_spellings_is_in_the_cache(
+    seeing: Running, noted: Noted, urls: Iterator[str]
+) -> None:
+    *_, url = (next(urls) for _ in range(30))
+    texts, sent = noted
+    for spelling in (url, url.replace("data:image/png", "DATA:image/x-png"), f"{url}\n", url):
+        shown = user(text(CHAT, "See " * 60), image(CHAT, spelling), text(CHAT, "Tell me. " * 9))
+        found = post(seeing, CHAT, messages=[shown, *LATER]).json()["usage"]
+    assert found["prompt_tokens_details"]["cached_tokens"] >= 128
+    assert len(texts) == 3
+    digests = {each.pictures[0].digest for each in sent if isinstance(each, Begin)}
+    assert len(digests) == 1
+
+
+def test_the_same_image_in_many_messages_is_one(
+    seeing: Running, noted: Noted, urls: Iterator[str]
+) -> None:
+    *_, url = (next(urls) for _ in range(40))
+    texts, sent = noted
+    messages = [user(image(CHAT, url), text(CHAT, "?")), *turns(("assistant", "A."))] * 30
+    found = ask(seeing, CHAT, *messages, *turns(("user", "?")))
+    assert prompt_tokens(found) > 30 * 24
+    assert len(texts) == 1
+    [begun] = [each for each in sent if isinstance(each, Begin)]
+    assert (len(begun.pictures), len(begun.images)) == (1, 30)
