@@ -1,4 +1,4 @@
-"""What is known of images that have been read, so that a growing chat does not read them again."""
+"""Knowledge of images that have been read, so that a growing chat does not read them again."""
 
 import sys
 import threading
