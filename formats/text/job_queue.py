@@ -2,7 +2,8 @@
 
 They are written one behind another, so that the child begins the next one by itself, and the loop
 reads several replies at once. When a thread waited for each reply, that took half the time of a
-request beside 63 others. A job that ends the child fails; those behind it go to another child.
+request beside 63 others. A job that ends the child fails; those behind it go to another child, and
+so does, once, a job whose child was killed from outside.
 A child that writes nothing for longer than a job may take is ended: its own timer does not run out
 while it is stopped.
 """
@@ -27,6 +28,7 @@ from lowbit.formats.text.worker import (
     WorkerError,
     end_child,
     error_of_end,
+    killed,
     line_of,
     not_started,
     start_child,
@@ -41,6 +43,7 @@ SILENT_S = 10.0  # beside the time of a job: for a child to start, or to be ende
 class _Job:
     line: bytes
     reply: asyncio.Future[bytes] | None  # None if nobody waits for it
+    again: bool = False  # its first child was killed
 
 
 class JobQueue:
@@ -213,6 +216,8 @@ class JobQueue:
     def _restart(self, error: WorkerError | None = None) -> None:
         """Fail the job that the child has at hand, and give the others to another one.
 
+        The job is no part of that where the child was killed, for the first time.
+
         Args:
             error: reason to end the child; None for one that has ended.
         """
@@ -220,9 +225,10 @@ class JobQueue:
         self._stop()
         if error is None:
             error = error_of_end(0 if child is None else child.returncode)
-        if self._jobs:
-            failed = error if ready else not_started(self._library, str(error))
-            _fail_one(self._jobs.popleft(), failed)
+        if self._jobs and ready and error.kind == "killed" and not self._jobs[0].again:
+            self._jobs[0].again = True
+        elif self._jobs:
+            _fail_one(self._jobs.popleft(), self._failure(error, ready))
         left = [job for job in self._jobs if job.reply is not None and not job.reply.done()]
         self._jobs.clear()
         try:
@@ -231,6 +237,12 @@ class JobQueue:
         except LowbitError as problem:
             self._jobs = deque(left)
             self._fail_all(problem)
+
+    def _failure(self, error: WorkerError, ready: bool) -> Exception:
+        """The error of a job whose child has ended, or was never ready."""
+        if not ready:
+            return not_started(self._library, str(error))
+        return killed(self._library, error) if error.kind == "killed" else error
 
     def _fail_all(self, error: Exception) -> None:
         """Fail all jobs."""

@@ -31,7 +31,10 @@ Library = Literal["jinja2", "tokenizers", "llguidance"]
 Ask = Callable[[Mapping[str, Any]], Awaitable[Any]]  # gives a job to a child
 P = ParamSpec("P")
 Result = TypeVar("Result")
-FailureKind = Literal["syntax", "failed", "memory", "output", "time", "died"]
+FailureKind = Literal["syntax", "failed", "memory", "output", "time", "died", "killed"]
+# Signals that a job cannot bring about: neither its limits nor a crash send them. The rest of a
+# process's ends are the job's: an abort for want of memory, a full stack, a timer.
+OUTSIDE = frozenset(("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"))
 
 
 class WorkerError(Exception):
@@ -39,7 +42,9 @@ class WorkerError(Exception):
 
     Attributes:
         kind: `syntax` for a template or tokenizer that cannot be read, `failed` for an exception,
-            `memory`, `output` and `time` for a limit, `died` for a process that ended by itself.
+            `memory`, `output` and `time` for a limit, `died` for a process that ended by itself,
+            `killed` for one that was ended from outside: no fault of the job, which is done once
+            more.
     """
 
     def __init__(self, kind: FailureKind, message: str) -> None:
@@ -101,17 +106,27 @@ class Worker:
 
         Raises:
             WorkerError: the job fails, or breaks a limit.
-            ResourceError: the process cannot be started.
+            ResourceError: the process cannot be started, or was killed twice.
             TypeError: the job is not plain JSON; also ValueError, RecursionError.
         """
         line = line_of(job, self.seconds if seconds is None else seconds)
+        try:
+            return value_of(self._reply(line))
+        except WorkerError as error:
+            if error.kind != "killed":
+                raise
+        try:
+            return value_of(self._reply(line))
+        except WorkerError as error:
+            raise (killed(self.library, error) if error.kind == "killed" else error) from None
+
+    def _reply(self, line: bytes) -> dict[str, Any]:
         with self._lock, self._whole():
             self._send(line)
             while self._unread:
                 self._receive()
                 self._unread -= 1
-            reply = self._receive()
-        return value_of(reply)
+            return self._receive()
 
     async def ask_blocking(self, job: Mapping[str, Any]) -> Any:
         """Run a job as `ask` does; see `blocking`."""
@@ -237,13 +252,22 @@ def error_of_end(code: int) -> WorkerError:
     if code in (-signal.SIGALRM, -signal.SIGPROF):
         return WorkerError("time", "out of time")
     name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return WorkerError("died", name)
+    return WorkerError("killed" if name in OUTSIDE else "died", name)
+
+
+def killed(library: Library, error: WorkerError) -> ResourceError:
+    """The error for a job whose process was killed, and another one as well."""
+    return ResourceError(
+        f"the process that runs {library} was ended from outside twice ({error})",
+        hint="try again; a system that is short of memory ends processes",
+    )
 
 
 def value_of(reply: Mapping[str, Any]) -> Any:
     """The result of a job; raises the WorkerError of one that failed."""
     if "error" in reply:
-        raise WorkerError(reply["error"], reply["message"])
+        kind, message = reply["error"], reply["message"]
+        raise WorkerError("killed" if kind == "died" and message in OUTSIDE else kind, message)
     return reply["value"]
 
 

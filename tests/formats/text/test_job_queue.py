@@ -5,21 +5,25 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.text import job_queue
+from lowbit.formats.text import worker as worker_module
 from lowbit.formats.text.job_queue import SILENT_S, JobQueue
 from lowbit.formats.text.worker import (
     MEMORY_BYTES,
     SECONDS,
     Library,
+    Worker,
     WorkerError,
     blocking,
+    end_child,
     start_child,
 )
 
@@ -93,6 +97,123 @@ def test_a_child_that_was_killed_between_two_jobs_is_replaced() -> None:
         assert await kinds(queue, "b") == ["b"]
 
     run(work)
+
+
+BEGIN = "import os, resource, signal; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "
+
+
+@contextmanager
+def children(monkeypatch: pytest.MonkeyPatch, *codes: str) -> Iterator[list[int]]:
+    """Children that run some code when they get a job, and then usual ones; their ids."""
+    pids: list[int] = []
+    left = list(codes)
+
+    def start(library: Library, memory_bytes: int) -> subprocess.Popen[bytes]:
+        child = start_child(library, memory_bytes)
+        if left:
+            end_child(child)
+            code = f"{BEGIN}print('{{}}', flush=True); input(); {left.pop(0)}"
+            command = [sys.executable, "-c", code]
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        pids.append(child.pid)
+        return child
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job_queue, "start_child", start)
+        patch.setattr(worker_module, "start_child", start)
+        yield pids
+
+
+def dying(name: str) -> str:
+    default = "" if name == "SIGKILL" else f"signal.signal(signal.{name}, signal.SIG_DFL); "
+    return f"{default}os.kill(os.getpid(), signal.{name})"
+
+
+OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+OWN = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGXFSZ", "SIGXCPU", "SIGSYS")
+TWICE = "the process that runs jinja2 was ended from outside twice (SIGKILL)"
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_job_whose_child_was_killed_is_done_by_another(name: str) -> None:
+    async def work(queue: JobQueue) -> None:
+        assert await kinds(queue, "a") == ["a"]
+        child = pid_of(queue)
+        os.kill(child, signal.SIGSTOP)  # so that it has the job at hand
+        os.waitid(os.P_PID, child, os.WSTOPPED)
+        asked = asyncio.ensure_future(kinds(queue, "b", "c", ENDLESS, "d"))
+        while len(queue._jobs) < 4:
+            await asyncio.sleep(0)
+        os.kill(child, signal.Signals[name])
+        os.kill(child, signal.SIGCONT)  # which a process that is stopped needs for others to come
+        assert await asked == ["b", "c", "time", "d"]
+
+    run(work, seconds=1.0)
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_every_signal_from_outside_is_no_fault_of_the_job(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(queue: JobQueue) -> None:
+        assert await kinds(queue, "a", "b") == ["a", "b"]
+
+    with children(monkeypatch, dying(name)) as pids:
+        run(work)
+        assert len(pids) == 2
+    with children(monkeypatch, dying(name)) as pids:
+        assert Worker().ask(job("a")) == "a"
+        assert len(pids) == 2
+
+
+@pytest.mark.parametrize("name", [*OWN, "SIGALRM", "SIGPROF", ""])
+def test_an_end_that_limits_explain_is_a_fault_of_the_job(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = "time" if name in ("SIGALRM", "SIGPROF") else "died"
+
+    async def work(queue: JobQueue) -> None:
+        assert await kinds(queue, "a", "b") == [kind, "b"]
+
+    with children(monkeypatch, dying(name) if name else "os._exit(0)") as pids:
+        run(work)
+        assert len(pids) == 2
+    with children(monkeypatch, dying(name) if name else "os._exit(0)") as pids:
+        with pytest.raises(WorkerError) as caught:
+            Worker().ask(job("a"))
+        assert (caught.value.kind, len(pids)) == (kind, 1)
+
+
+def test_a_job_is_done_once_more_and_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(queue: JobQueue) -> None:
+        assert await kinds(queue, "a", "b", "c") == [TWICE, "b", "c"]
+        with pytest.raises(WorkerError, match="division"):
+            await queue.ask(job("{{ 1 / 0 }}"))
+
+    with children(monkeypatch, *[dying("SIGKILL")] * 3) as pids:
+        run(work)
+        assert len(pids) == 4
+    with children(monkeypatch, *[dying("SIGKILL")] * 3) as pids:
+        worker = Worker()
+        with pytest.raises(ResourceError) as caught:
+            worker.ask(job("a"))
+        assert (str(caught.value), len(pids)) == (TWICE, 2)
+        assert worker.ask(job("b")) == "b"
+    with children(monkeypatch, dying("SIGKILL"), dying("SIGABRT")), pytest.raises(WorkerError):
+        Worker().ask(job("a"))
+
+
+def test_nobody_waits_for_a_killed_job_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(queue: JobQueue) -> None:
+        given_up = asyncio.ensure_future(queue.ask(job("a")))
+        later = asyncio.ensure_future(queue.ask(job("b")))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        assert await later == "b"
+
+    with children(monkeypatch, dying("SIGKILL")) as pids:
+        run(work)
+        assert len(pids) == 2
 
 
 @pytest.mark.parametrize("late_s", [0.0, 2 * SILENT_S])
@@ -215,3 +336,16 @@ def test_a_child_that_dies_at_its_start_fails_one_job(monkeypatch: pytest.Monkey
 def test_a_coroutine_that_waits_is_no_blocking_function() -> None:
     with pytest.raises(RuntimeError, match="sleep waits"):
         blocking(asyncio.sleep)(0.0)
+
+
+def test_a_copy_of_a_process_that_was_killed_is_no_fault_of_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process itself says how the copy that tries a grammar has ended."""
+    ends = iter(("SIGKILL", "SIGSEGV", "SIGKILL", "SIGKILL"))
+    monkeypatch.setattr(Worker, "_reply", lambda *_: {"error": "died", "message": next(ends)})
+    with pytest.raises(WorkerError, match="SIGSEGV") as caught:
+        Worker().ask(job("a"))
+    assert caught.value.kind == "died"
+    with pytest.raises(ResourceError, match="ended from outside twice"):
+        Worker().ask(job("a"))
