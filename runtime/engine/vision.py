@@ -31,7 +31,8 @@ from lowbit.runtime.engine.vision_place import (
 from lowbit.runtime.images.file import GoesOn, PictureFile
 from lowbit.runtime.images.known import KnownPictures
 from lowbit.runtime.images.patches import ImagePatches, image_patches
-from lowbit.runtime.images.picture import Picture, Pixels
+from lowbit.runtime.images.picture import Picture
+from lowbit.runtime.images.pixels import Pixels
 from lowbit.runtime.models.vision import (
     OpenedTower,
     VisionTower,

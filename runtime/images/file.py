@@ -4,14 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from lowbit.runtime.images.pixels import Pixels
+
 GoesOn = Callable[[], bool]  # False once nobody waits for a work, or the program ends
 
 
 class PictureFile(Protocol):
     """A file whose content is there when it is needed."""
 
-    def content(self, goes_on: GoesOn) -> bytes:
-        """The content; a file elsewhere may be waited for while `goes_on` says so.
+    def content(self, goes_on: GoesOn) -> bytes | Pixels:
+        """The content, or its pixels where somebody has decoded it.
+
+        A file elsewhere may be waited for while `goes_on` says so.
 
         Raises:
             CancelledError: nobody waits any more.
@@ -43,3 +47,6 @@ class EncodedFile:
     def content(self, goes_on: GoesOn) -> bytes:
         """See `PictureFile`."""
         return self.decode(self.text)
+
+
+HeldFile = StoredFile | EncodedFile  # of this process

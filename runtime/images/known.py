@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lowbit.runtime.images.file import EncodedFile
+from lowbit.runtime.images.pixels import PixelStore
 
 MOST_KNOWN = 1 << 14  # images whose sizes are remembered, in 4 MB
 # Memory of texts that are remembered: 54 photos of 4,000 x 3,000 pixels, four of the longest bodies
@@ -71,8 +72,9 @@ def _key(file: EncodedFile) -> TextKey:
 
 @dataclass(slots=True)
 class KnownPictures:
-    """Sizes of images that have been decoded, and texts that stand for their files."""
+    """Sizes of images that have been decoded, texts that stand for files, and pixels of a few."""
 
+    pixels: PixelStore = field(default_factory=PixelStore)
     texts: KnownTexts = field(default_factory=KnownTexts)
     _sizes: OrderedDict[bytes, tuple[int, int]] = field(default_factory=OrderedDict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)

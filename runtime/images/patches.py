@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowbit.formats.image_settings import CHANNELS, ImageSettings
 from lowbit.runtime.images.decode import ImageLimits, decode_image
-from lowbit.runtime.images.picture import Pixels
+from lowbit.runtime.images.pixels import Pixels
 from lowbit.runtime.images.resize import resize
 
 

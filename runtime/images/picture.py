@@ -15,9 +15,9 @@ from lowbit.runtime.images.decode import (
     decode_image,
     worked_pixels,
 )
-from lowbit.runtime.images.file import EncodedFile, PictureFile, StoredFile
+from lowbit.runtime.images.file import EncodedFile, HeldFile, PictureFile, StoredFile
 from lowbit.runtime.images.known import KnownPictures
-from lowbit.runtime.images.shared import SharedBytes
+from lowbit.runtime.images.pixels import Pixels, pixels_of
 from lowbit.runtime.images.size import smart_size
 
 if TYPE_CHECKING:
@@ -41,21 +41,6 @@ MOST_KEPT_PIXELS = 1 << 23
 MOST_KEPT = 64  # images that they are of: each takes a descriptor, and a message carries 253
 
 
-@dataclass(slots=True, eq=False)
-class Pixels:
-    """Pixels of a decoded picture, until they are cut."""
-
-    width: int
-    height: int
-    # Row by row, on their way to another process shared; empty once somebody has taken them
-    rgb: bytearray | SharedBytes = field(repr=False)
-
-    def take(self) -> "Pixels | None":
-        """The pixels, which are here no more; None if somebody has taken them."""
-        found, self.rgb = self.rgb, bytearray()
-        return Pixels(self.width, self.height, found) if found else None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
     """An image file that can be decoded, and the tokens that it takes in a prompt."""
@@ -66,6 +51,8 @@ class Picture:
     columns: int  # tokens in a row
     digest: bytes  # see `digest_of`
     pixels: Pixels | None = field(default=None, repr=False)  # None where it is decoded again
+    # Pixels are few: they go to the engine at once, and not when it asks for the file
+    goes_along: bool = True
 
     def take_pixels(self) -> Pixels | None:
         """Its decoded pixels, which are here no more; None if there are none."""
@@ -138,7 +125,7 @@ class PictureReader:
             self.known.texts.keep(source, sha256)
         return found
 
-    def _identify(self, source: bytes | EncodedFile) -> tuple[PictureFile, bytes]:
+    def _identify(self, source: bytes | EncodedFile) -> tuple[HeldFile, bytes]:
         """A file and its SHA-256, by its text where that is known."""
         if isinstance(source, bytes):
             return StoredFile(source), self._hash(source)
@@ -148,10 +135,10 @@ class PictureReader:
         return StoredFile(content), hashlib.sha256(content).digest()
 
     def _decode(
-        self, file: PictureFile, sha256: bytes, settings: ImageSettings, digest: bytes
+        self, file: HeldFile, sha256: bytes, settings: ImageSettings, digest: bytes
     ) -> Picture:
         """The picture of a file, which is decoded if its size is not known."""
-        size, pixels = self.known.size_of(sha256), None
+        size, pixels, goes_along = self.known.size_of(sha256), None, True
         if size is None:
             content = file.content(_always)
             limits = ImageLimits(left_pixels=MOST_PROMPT_PIXELS - self.pixels)
@@ -165,10 +152,12 @@ class PictureReader:
             size = image.size
             self.known.note_size(sha256, size)
             self.pixels += worked_pixels(content, size)
-            pixels = self._kept(image)
+            pixels = self._handed(image)
+            if pixels is None:
+                pixels, goes_along = self.known.pixels.keep(image, self.sends), False
         width, height = smart_size(*size, settings)
         rows, columns = height // settings.factor, width // settings.factor
-        return Picture(file, settings, rows, columns, digest, pixels)
+        return Picture(file, settings, rows, columns, digest, pixels, goes_along)
 
     def _hash(self, content: bytes) -> bytes:
         """SHA-256 of a file; that of the same object is computed once."""
@@ -176,19 +165,15 @@ class PictureReader:
             found = self._hashed[id(content)] = content, hashlib.sha256(content).digest()
         return found[1]
 
-    def _kept(self, image: "Image") -> Pixels | None:
+    def _handed(self, image: "Image") -> Pixels | None:
         """Pixels to hand on; None if they are too many, or the system cannot share them."""
         count = image.width * image.height
         if self.kept + count > MOST_KEPT_PIXELS or self.handed == MOST_KEPT:
             return None
-        rgb = image.tobytes()
-        try:
-            shared = SharedBytes.of(rgb) if self.sends else bytearray(rgb)
-        except OSError:  # no memory or no descriptor is left: the engine decodes it again
-            return None
-        self.kept += count
-        self.handed += 1
-        return Pixels(image.width, image.height, shared)
+        if (found := pixels_of(image, self.sends)) is not None:
+            self.kept += count
+            self.handed += 1
+        return found
 
 
 def _always() -> bool:

@@ -12,15 +12,12 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from lowbit.formats.image_settings import CHANNELS, ImageSettings
-from lowbit.runtime.images.picture import Pixels
+from lowbit.runtime.images.pixels import Pixels, strips
 from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.images.size import smart_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-
-STRIP_PIXELS = 1 << 20  # that Pillow copies while no other thread runs
 
 
 def resize(image: "Image | Pixels", settings: ImageSettings) -> Tensor:
@@ -37,12 +34,11 @@ def _pixels_of(image: "Image | Pixels") -> Tensor:
     """Pixels of an RGB image: [height, width, 3] uint8."""
     width, height = image.width, image.height
     if isinstance(image, Pixels):
-        rgb = image.rgb.take() if isinstance(image.rgb, SharedBytes) else image.rgb
+        rgb = image.rgb.view() if isinstance(image.rgb, SharedBytes) else image.rgb
         return torch.frombuffer(rgb, dtype=torch.uint8).view(height, width, CHANNELS)
-    found = torch.empty(height, width, CHANNELS, dtype=torch.uint8)
-    rows = max(STRIP_PIXELS // width, 1)
-    for top in range(0, height, rows):
-        strip = image.crop((0, top, width, min(top + rows, height)))
-        pixels = torch.frombuffer(bytearray(strip.tobytes()), dtype=torch.uint8)
-        found[top : top + rows] = pixels.view(strip.height, width, CHANNELS)
-    return found
+    found = torch.empty(height * width * CHANNELS, dtype=torch.uint8)
+    end = 0
+    for strip in strips(image):
+        begin, end = end, end + len(strip)
+        found[begin:end] = torch.frombuffer(bytearray(strip), dtype=torch.uint8)
+    return found.view(height, width, CHANNELS)

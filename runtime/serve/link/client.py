@@ -280,6 +280,8 @@ class EngineClient:
         waiting.handle.take_in(tokens, more)
         if more is not None and more.queued_s is not None:
             self._metrics.queued.observe(more.queued_s)
+            for span in waiting.answer.request.images:  # the engine has read them
+                picture_of(span).take_pixels()
         delta = self._delta_of(waiting)
         if delta is None:
             return

@@ -10,9 +10,16 @@ from lowbit.formats.errors import LowbitError
 from lowbit.formats.machine.system import explained
 from lowbit.runtime.images.file import GoesOn
 from lowbit.runtime.images.picture import Picture
+from lowbit.runtime.images.pixels import Pixels
 from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.serve.link.channel import Channel
-from lowbit.runtime.serve.link.messages import AskFile, FileFound, ToEngine, problem_of
+from lowbit.runtime.serve.link.messages import (
+    AskFile,
+    FileFound,
+    ToEngine,
+    problem_of,
+    shown_pixels,
+)
 
 log = logging.getLogger("lowbit.serve")
 LOOK_S = 0.1  # between two looks for whether anybody waits
@@ -20,10 +27,14 @@ AGAIN_S = 0.05  # until a file is asked for again that no answer showed any more
 
 
 def file_found(picture: Picture) -> FileFound:
-    """The message with the file of a picture, or why it cannot be sent."""
+    """The message with the file or the pixels of a picture, or why it cannot be sent."""
     digest = picture.digest
+    if (pixels := shown_pixels(picture)) is not None:
+        return FileFound(digest, pixels)
     try:
         content = picture.file.content(lambda: True)
+        if isinstance(content, Pixels):
+            raise TypeError("a file that another process has cannot be sent")
         try:
             return FileFound(digest, shared=SharedBytes.of(content))
         except OSError:  # no memory or no descriptor is left
@@ -65,8 +76,8 @@ class RemoteFiles:
         for each in waiting:
             each.set_exception(CancelledError())
 
-    def content(self, digest: bytes, goes_on: GoesOn) -> bytes:
-        """Content of a picture's file; see `PictureFile.content`.
+    def content(self, digest: bytes, goes_on: GoesOn) -> bytes | Pixels:
+        """Content or pixels of a picture's file; see `PictureFile.content`.
 
         Raises:
             LowbitError: the HTTP side cannot send it.
@@ -75,6 +86,8 @@ class RemoteFiles:
             found = self._ask(digest, goes_on)
             if found.problem is not None:
                 raise found.problem.error()
+            if (shown := found.pixels) is not None:
+                return Pixels(shown.width, shown.height, shown.rgb)
             if found.shared is not None:
                 return bytes(found.shared.take())
             if found.content is not None:
@@ -106,6 +119,6 @@ class RemoteFile:
     files: RemoteFiles
     digest: bytes
 
-    def content(self, goes_on: GoesOn) -> bytes:
+    def content(self, goes_on: GoesOn) -> bytes | Pixels:
         """See `PictureFile`."""
         return self.files.content(self.digest, goes_on)

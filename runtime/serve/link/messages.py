@@ -25,7 +25,8 @@ from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stats import Load, Speculated
 from lowbit.runtime.images.file import PictureFile
-from lowbit.runtime.images.picture import Picture, Pixels
+from lowbit.runtime.images.picture import Picture
+from lowbit.runtime.images.pixels import Pixels
 from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.answer import OutputStart
@@ -246,11 +247,17 @@ def picture_of(span: ImageSpan) -> Picture:
 
 
 def _shown(found: Picture) -> ShownPicture:
-    pixels = found.take_pixels()  # a request is kept as long as its answer
-    shown = None
-    if pixels is not None and isinstance(pixels.rgb, SharedBytes):
-        shown = ShownPixels(pixels.width, pixels.height, pixels.rgb)
-    return ShownPicture(found.settings, found.rows, found.columns, found.digest, shown)
+    # Those that go along are here no more: a request is kept as long as its answer.
+    pixels = shown_pixels(found) if found.goes_along else None
+    return ShownPicture(found.settings, found.rows, found.columns, found.digest, pixels)
+
+
+def shown_pixels(found: Picture) -> ShownPixels | None:
+    """Pixels of a picture as a message has them, which has them no more; None if it has none."""
+    pixels = found.take_pixels()
+    if pixels is None or not isinstance(pixels.rgb, SharedBytes):
+        return None
+    return ShownPixels(pixels.width, pixels.height, pixels.rgb)
 
 
 class Cancel(Message):
@@ -309,9 +316,10 @@ class AskFile(Message):
 
 
 class FileFound(Message):
-    """File of a picture; without content where no answer shows it any more."""
+    """File of a picture, or its pixels; without both where no answer shows it any more."""
 
     digest: bytes
+    pixels: ShownPixels | None = None
     shared: SharedBytes | None = None
     content: bytes | None = None  # where the system cannot share it
     problem: Problem | None = None  # why it cannot be sent

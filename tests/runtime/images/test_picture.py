@@ -204,10 +204,10 @@ def test_decoded_pixels_make_the_same_patches(
 
 
 def test_pixels_that_cannot_be_shared_are_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: bytes) -> SharedBytes:
+    def full(_: object) -> SharedBytes:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(SharedBytes, "of", full)
+    monkeypatch.setattr(SharedBytes, "joined", full)
     found = PictureReader(SETTINGS).read(saved(picture(90, 70)))
     assert (found.rows, found.columns, found.pixels) == (2, 3, None)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lowbit.runtime.images import resize as module
+from lowbit.runtime.images import pixels
 from lowbit.runtime.images.resize import resize
 from lowbit.runtime.images.size import smart_size
 from tests.runtime.images.pictures import SETTINGS, odd_sizes, picture
@@ -78,7 +78,7 @@ def test_resizing_does_not_depend_on_threads() -> None:
 def test_strips_are_the_whole_image(strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
     image = picture(45, 97)
     expected = resize(image, SETTINGS)
-    monkeypatch.setattr(module, "STRIP_PIXELS", strip)
+    monkeypatch.setattr(pixels, "STRIP_PIXELS", strip)
     assert torch.equal(resize(image, SETTINGS), expected)
     whole = picture(64, 96)
     assert np.array_equal(resize(whole, SETTINGS).numpy(), np.asarray(whole))

@@ -31,6 +31,24 @@ def test_missing_bytes_are_an_error() -> None:
         short.take()
 
 
+def test_bytes_are_seen_without_a_copy() -> None:
+    shared = SharedBytes.joined(
+        CONTENT[place : place + 999] for place in range(0, len(CONTENT), 999)
+    )
+    assert shared.size == len(CONTENT)
+    view = shared.view()
+    assert view[:] == CONTENT
+    view[0] = 7  # nobody else sees it
+    assert shared.view()[:] == CONTENT
+    descriptor = os.dup(shared.descriptor)
+    del shared
+    assert view[1:] == CONTENT[1:]
+    for size in (len(CONTENT) + 1, 0):  # the end of a process that reads what is not there
+        with pytest.raises(OSError, match="shared bytes have come"):
+            SharedBytes(os.dup(descriptor), size).view()
+    os.close(descriptor)
+
+
 def test_descriptors_are_closed_with_the_last_holder() -> None:
     shared = SharedBytes.of(b"")
     descriptor = shared.descriptor

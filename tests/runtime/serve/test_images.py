@@ -20,7 +20,7 @@ from lowbit.runtime.images import patches as patches_module
 from lowbit.runtime.images import picture as limits
 from lowbit.runtime.images.decode import decode_image
 from lowbit.runtime.images.patches import ImagePatches, image_patches
-from lowbit.runtime.images.picture import Pixels
+from lowbit.runtime.images.pixels import Pixels
 from lowbit.runtime.models.vision import VisionTower
 from lowbit.runtime.serve.apis.chat import ChatBody
 from lowbit.runtime.serve.link.messages import Begin

@@ -4,14 +4,18 @@ import base64
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import pytest
 
+from lowbit.runtime.images import patches, pixels
 from lowbit.runtime.images import picture as limits
 from lowbit.runtime.images.data_url import bytes_of_base64, bytes_of_data_url
+from lowbit.runtime.images.decode import decode_image
+from lowbit.runtime.images.pixels import Pixels, PixelStore
 from lowbit.runtime.serve.link.messages import Begin, FileFound
 from lowbit.runtime.serve.request import images as module
 from tests.runtime.images.pictures import picture, saved
-from tests.runtime.serve.conftest import Running, post, turns
+from tests.runtime.serve.conftest import SHORT, Running, post, turns, until
 from tests.runtime.serve.test_images import (
     CHAT,
     FIELD,
@@ -105,6 +109,60 @@ def test_an_image_whose_pixels_are_not_handed_on_is_sent_when_it_is_needed(
     seeing.service.model.prompts.known._sizes.clear()
     seeing.model.engine.forget()
     assert answer_of(CHAT, ask(seeing, CHAT, *shown)) == answer_of(CHAT, first)
+
+
+def test_a_large_image_is_decoded_once(
+    seeing: Running, noted: Noted, urls: Iterator[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pixels wait until the engine asks, and nobody holds them once it has answered."""
+    *_, url, other = (next(urls) for _ in range(52))
+    _, sent = noted
+    decoded: list[bytes] = []
+
+    def decode(content: bytes, *given: Any) -> Any:
+        decoded.append(content)
+        return decode_image(content, *given)
+
+    for owner in (limits, patches):
+        monkeypatch.setattr(owner, "decode_image", decode)
+    monkeypatch.setattr(limits, "MOST_KEPT_PIXELS", 0)
+    monkeypatch.setattr(pixels, "LEAST_STORED", 1)
+    store = seeing.service.model.prompts.known.pixels
+    for each in (url, other):
+        assert prompt_tokens(ask(seeing, CHAT, user(text(CHAT, "See "), image(CHAT, each)))) > 24
+    assert len(decoded) == 2
+    assert [each.pixels is not None for each in sent if isinstance(each, FileFound)] == [True] * 2
+    with store._lock:
+        assert store._count() == 0
+
+
+def test_pixels_that_nobody_asks_for_are_dropped_with_the_first_token(
+    seeing: Running, noted: Noted, urls: Iterator[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine may know a picture whose size has been forgotten here."""
+    *_, url = (next(urls) for _ in range(55))
+    _, sent = noted
+    shown = user(text(CHAT, "See "), image(CHAT, url))
+    ask(seeing, CHAT, shown)
+    known = seeing.service.model.prompts.known
+    known._sizes.clear()
+    monkeypatch.setattr(limits, "MOST_KEPT_PIXELS", 0)
+    monkeypatch.setattr(pixels, "LEAST_STORED", 1)
+    kept: list[Pixels | None] = []
+    keep = PixelStore.keep
+
+    def noted_keep(*given: Any) -> Pixels | None:
+        kept.append(keep(*given))
+        return kept[-1]
+
+    monkeypatch.setattr(PixelStore, "keep", noted_keep)
+    body = {"messages": [shown], "max_tokens": 200, "stream": True}
+    with httpx2.stream("POST", seeing.url + CHAT, json=SHORT[CHAT] | body, timeout=60) as stream:
+        next(line for line in stream.iter_lines() if line)
+        [found] = kept
+        assert found is not None
+        until(lambda: not found.rgb)
+    assert not [each for each in sent if isinstance(each, FileFound)]
 
 
 def test_a_picture_by_two_spellings_is_in_the_cache(

@@ -11,6 +11,7 @@ import pytest
 from lowbit.formats.errors import ResourceError
 from lowbit.runtime.images.file import StoredFile
 from lowbit.runtime.images.picture import Picture
+from lowbit.runtime.images.pixels import Pixels
 from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.serve.link import files as module
 from lowbit.runtime.serve.link.files import RemoteFile, RemoteFiles, file_found
@@ -19,6 +20,7 @@ from tests.runtime.images.pictures import SETTINGS
 from tests.runtime.serve.conftest import until
 
 D = b"digest"
+Submit = Callable[..., Future[bytes | Pixels]]
 
 
 class Other:
@@ -42,7 +44,7 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def thread() -> Iterator[Callable[..., Future[bytes]]]:
+def thread() -> Iterator[Submit]:
     with ThreadPoolExecutor(4) as threads:
         yield threads.submit
 
@@ -68,7 +70,9 @@ def test_a_file_that_no_answer_shows_is_asked_for_while_somebody_waits() -> None
     assert other.asked == [AskFile(D)] * 2
 
 
-def test_nobody_waits_for_a_file_that_nobody_needs(thread: Callable[..., Future[bytes]]) -> None:
+def test_nobody_waits_for_a_file_that_nobody_needs(
+    thread: Submit,
+) -> None:
     other, needed = Other(), threading.Event()
     waiting = thread(other.files.content, D, lambda: not needed.is_set())
     needed.set()
@@ -77,10 +81,10 @@ def test_nobody_waits_for_a_file_that_nobody_needs(thread: Callable[..., Future[
     other.files.settle(FileFound(D, content=b"late"))
 
 
-def test_all_who_wait_for_a_file_get_it(thread: Callable[..., Future[bytes]]) -> None:
+def test_all_who_wait_for_a_file_get_it(thread: Submit) -> None:
     both, other = threading.Barrier(3), Other()
 
-    def content(digest: bytes) -> bytes:
+    def content(digest: bytes) -> bytes | Pixels:
         both.wait(20)
         return other.files.content(digest, lambda: True)
 
@@ -92,7 +96,9 @@ def test_all_who_wait_for_a_file_get_it(thread: Callable[..., Future[bytes]]) ->
     assert [each.result(20) for each in waiting] == [b"one", b"two"]
 
 
-def test_the_end_of_an_http_side_ends_all_waiting(thread: Callable[..., Future[bytes]]) -> None:
+def test_the_end_of_an_http_side_ends_all_waiting(
+    thread: Submit,
+) -> None:
     other = Other()
     waiting = thread(other.files.content, D, lambda: True)
     until(lambda: bool(other.asked))
@@ -128,3 +134,14 @@ def test_a_file_that_the_system_cannot_share_is_sent_itself(
     assert found.content is None
     monkeypatch.setattr(SharedBytes, "of", Mock(side_effect=OSError))
     assert file_found(picture) == FileFound(D, content=b"file")
+
+
+def test_pixels_are_sent_in_place_of_a_file_once() -> None:
+    shared = SharedBytes.of(bytes(range(9)))
+    pixels = Pixels(3, 1, shared)
+    picture = Picture(StoredFile(b"file"), SETTINGS, 1, 1, D, pixels, goes_along=False)
+    sent = [file_found(picture) for _ in range(2)]
+    found = Other(sent[0]).files.content(D, lambda: True)
+    assert isinstance(found, Pixels)
+    assert (found.width, found.height, found.rgb) == (3, 1, shared)
+    assert Other(sent[1]).files.content(D, lambda: True) == b"file"

@@ -17,7 +17,8 @@ from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stats import Load, OfSource, Speculated
 from lowbit.runtime.images.file import GoesOn, StoredFile
-from lowbit.runtime.images.picture import Picture, Pixels
+from lowbit.runtime.images.picture import Picture
+from lowbit.runtime.images.pixels import Pixels
 from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.serve.link.messages import (
     Begin,
