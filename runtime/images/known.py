@@ -12,7 +12,7 @@ from lowbit.runtime.images.pixels import PixelStore
 MOST_KNOWN = 1 << 14  # images whose sizes are remembered, in 4 MB
 # Memory of texts that are remembered: 54 photos of 4,000 x 3,000 pixels, four of the longest bodies
 MOST_TEXT_BYTES = 256 << 20
-SAMPLE = 256  # characters by which a text is looked for, before all are compared
+SAMPLE = 256  # characters, and as many last ones, by which a text is looked for
 TextKey = tuple[Callable[[str], bytes], int, str]
 
 
@@ -67,7 +67,7 @@ class KnownTexts:
 
 def _key(file: EncodedFile) -> TextKey:
     text = file.text
-    return file.decode, len(text), text[:: len(text) // SAMPLE + 1]
+    return file.decode, len(text), text[:: len(text) // SAMPLE + 1] + text[-SAMPLE:]
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from lowbit.runtime.serve.settings import MOST_DROPPED_BYTES, MOST_HEAD_BYTES
 
 log = logging.getLogger("lowbit.serve")
 PART_BYTES = 16 << 10  # parsed at once, so that one read exceeds a limit by no more
+BODY_PART_BYTES = 256 << 10  # the same of a body whose length is stated
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 MOST_STARTS = 8  # requests in one turn of the event loop
 FIRST_PROBE_S = 0.05
@@ -119,6 +120,7 @@ class TimedProtocol(HttpToolsProtocol):
         self._probe_timer: asyncio.TimerHandle | None = None
         self._place: Literal["between", "head", "body"] = "between"  # of the parser
         self._head_bytes = 0  # parsed since the last part of a body, or request
+        self._body_left = 0  # bytes of a body that are still to come, as far as they are stated
         self._running: RequestResponseCycle | None = None  # the request that is answered
         self._held = bytearray()  # behind a request that waits for its turn
         self._ended = False  # the client sends nothing more; it may still read
@@ -177,6 +179,8 @@ class TimedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start the request; one that asks for another protocol is parsed once more instead."""
         self._place, self._head_bytes, self._dropped = "body", 0, 0
+        stated = dict(self.headers).get(b"content-length", b"")
+        self._body_left = int(stated) if stated.isdigit() else 0
         if not self.parser.should_upgrade():
             super().on_headers_complete()
             if self.scope["http_version"] == "1.0":
@@ -193,12 +197,13 @@ class TimedProtocol(HttpToolsProtocol):
         """Restart the count at a part of the body; drop one that comes behind the answer."""
         super().on_body(body)
         self._head_bytes = 0
+        self._body_left -= len(body)
         if self.cycle.response_complete:
             self._drop(len(body))
 
     def on_message_complete(self) -> None:
         """Note that a request ends."""
-        self._place, self._head_bytes = "between", 0
+        self._place, self._head_bytes, self._body_left = "between", 0, 0
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
@@ -236,8 +241,10 @@ class TimedProtocol(HttpToolsProtocol):
         """Parse the bytes that have come, until a request waits for the one before it."""
         while self._held and not self.pipeline and not self.transport.is_closing():
             self._unset_keepalive_if_required()
-            part = bytes(self._held[:PART_BYTES])
-            del self._held[:PART_BYTES]
+            size = max(PART_BYTES, min(self._body_left, BODY_PART_BYTES))
+            with memoryview(self._held) as held:
+                part = bytes(held[:size])
+            del self._held[:size]
             self._feed(part)
         if not self.pipeline or self.transport.is_closing():
             return

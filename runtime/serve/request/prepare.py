@@ -103,16 +103,19 @@ async def read_request(http: HttpRequest, schema: type[OfModel]) -> tuple[Servic
     service = service_of(http)
     sees = service.model.prompts.images is not None
     most = MOST_IMAGE_BODY_BYTES if sees else MOST_BODY_BYTES
-    raw = await _read(http, service.pending, most)
+    parts = await _read(http, service.pending, most)
+    size = sum(map(len, parts))
 
     def parsed() -> OfModel:
+        raw = b"".join(parts)
+        parts.clear()
         body = parse(raw, schema)
         body.shows_images = sees and any(each.shows for each in media_of(body.contents()))
         return body
 
-    body = parsed() if len(raw) <= THREAD_BODY_BYTES else await service.in_thread(parsed)
+    body = parsed() if size <= THREAD_BODY_BYTES else await service.in_thread(parsed)
     record_of(http).short = (
-        len(raw) <= SHORT_BODY_BYTES
+        size <= SHORT_BODY_BYTES
         and not body.shows_images
         and body.model_fields_set.isdisjoint(WITH_SCHEMAS)
     )
@@ -390,8 +393,8 @@ def parse(raw: bytes, schema: type[OfModel]) -> OfModel:
         raise explained(error, content) from None
 
 
-async def _read(http: HttpRequest, pending: PendingBodies, most: int) -> bytes:
-    """The whole body; limits hold while it is read, whatever the headers say."""
+async def _read(http: HttpRequest, pending: PendingBodies, most: int) -> list[bytes]:
+    """The parts of the whole body; limits hold while it is read, whatever the headers say."""
     declared = http.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > most:
         raise _too_large(most)
@@ -402,7 +405,7 @@ async def _read(http: HttpRequest, pending: PendingBodies, most: int) -> bytes:
         body: bytes = message["body"]
         if len(body) > most:
             raise _too_large(most)
-        return body
+        return [body]
     parts: list[bytes] = []
     size, more, began = 0, True, time.perf_counter()
     while more:
@@ -420,7 +423,7 @@ async def _read(http: HttpRequest, pending: PendingBodies, most: int) -> bytes:
         if size > most:
             raise _too_large(most)
         parts.append(part)
-    return b"".join(parts)
+    return parts
 
 
 def _too_slow() -> ApiError:

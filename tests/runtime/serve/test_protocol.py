@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from lowbit.runtime.serve import protocol
+from lowbit.runtime.serve.protocol import BODY_PART_BYTES, PART_BYTES, TimedProtocol
 from lowbit.runtime.serve.settings import MOST_HEAD_BYTES
-from tests.runtime.serve.conftest import LONG, NAME, Running, busy, running, until
+from tests.runtime.serve.conftest import LONG, NAME, SHORT, Running, busy, running, until
 
 BODY = json.dumps({"model": NAME, "prompt": "Hi", "max_tokens": 2}).encode()
 WHOLE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -23,9 +24,10 @@ def head(**headers: str) -> bytes:
     ).encode()
 
 
-def whole(body: dict[str, Any]) -> bytes:
+def whole(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
     data = json.dumps(body).encode()
-    return head(Content_Length=str(len(data))) + data
+    found = head(Content_Length=str(len(data))) + data
+    return found.replace(b"/v1/completions", path.encode(), 1)
 
 
 def connected(server: Running) -> socket.socket:
@@ -253,3 +255,27 @@ def test_a_client_that_takes_nothing(hasty: Running) -> None:
         until(lambda: len(connections) == 1)
         until(lambda: not connections)
     until(lambda: hasty.service.active == 0)
+
+
+def test_a_long_body_is_parsed_in_few_parts(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No part goes beyond it: what is behind has the limits of a head, wherever reads end."""
+    sizes: list[int] = []
+    feed = TimedProtocol._feed
+
+    def noted(self: TimedProtocol, part: bytes) -> None:
+        sizes.append(len(part))
+        feed(self, part)
+
+    monkeypatch.setattr(TimedProtocol, "_feed", noted)
+    body = SHORT["/v1/chat/completions"] | {"messages": [{"role": "user", "content": "Hi"}]}
+    long = whole(body | {"user": "a" * (2 << 20)}, "/v1/chat/completions")
+    with connected(server) as connection:
+        connection.sendall(long + head()[:-2] + ENDLESS)
+        found = answer(connection)
+    assert found.count(b"HTTP/1.1 200 OK") == 1
+    large = [each for each in sizes if each > PART_BYTES]
+    assert sum(large) > (2 << 20) - (300 << 10)
+    assert max(large) <= BODY_PART_BYTES
+    assert sum(sizes[sizes.index(large[-1]) + 1 :]) <= MOST_HEAD_BYTES + 2 * PART_BYTES
