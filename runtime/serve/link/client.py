@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count, groupby
 from typing import Any
@@ -258,19 +259,23 @@ class EngineClient:
                 found = self._loads.pop(0)
                 if not found.done():
                     found.set_result(message)
-            case AskFile(digest):
-                self._send_file(digest)
+            case AskFile(number, digest):
+                self._send_file(number, digest)
             case Ended(problem):
                 self._ending = problem
 
-    def _send_file(self, digest: bytes) -> None:
+    def _send_file(self, number: int, digest: bytes) -> None:
         """Send the file of a picture that an answer shows, by a thread: it may be base64."""
-        spans = (each for one in self._waiting.values() for each in one.answer.request.images)
+        own = self._waiting.get(number)
+        # An answer that has ended since may have left its picture to others that show it, too.
+        shows = self._waiting.values() if own is None else (own,)
+        spans = (span for each in shows for span in each.answer.request.images)
         picture = next((picture_of(each) for each in spans if each.digest == digest), None)
-        if picture is None:
-            self._channel.send(FileFound(digest))
-        else:
-            self.loop.run_in_executor(None, lambda: self._channel.send(file_found(picture)))
+        if picture is not None:
+            with suppress(RuntimeError):  # no thread can be started: the engine asks again
+                self.loop.run_in_executor(None, lambda: self._channel.send(file_found(picture)))
+                return
+        self._channel.send(FileFound(digest))
 
     def _deliver(self, number: int, tokens: Sequence[int], more: More | None) -> None:
         """Give an answer's news to the task that waits for it."""

@@ -56,9 +56,9 @@ class RemoteFiles:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _closed: bool = False
 
-    def file(self, digest: bytes) -> "RemoteFile":
-        """The file of a picture, by its digest."""
-        return RemoteFile(self, digest)
+    def file(self, number: int, digest: bytes) -> "RemoteFile":
+        """The file of a picture, by the number of an answer that shows it and its digest."""
+        return RemoteFile(self, number, digest)
 
     def settle(self, found: FileFound) -> None:
         """Hand a file to those who wait for it."""
@@ -76,14 +76,14 @@ class RemoteFiles:
         for each in waiting:
             each.set_exception(CancelledError())
 
-    def content(self, digest: bytes, goes_on: GoesOn) -> bytes | Pixels:
+    def content(self, number: int, digest: bytes, goes_on: GoesOn) -> bytes | Pixels:
         """Content or pixels of a picture's file; see `PictureFile.content`.
 
         Raises:
             LowbitError: the HTTP side cannot send it.
         """
         while True:
-            found = self._ask(digest, goes_on)
+            found = self._ask(number, digest, goes_on)
             if found.problem is not None:
                 raise found.problem.error()
             if (shown := found.pixels) is not None:
@@ -97,13 +97,13 @@ class RemoteFiles:
                 raise CancelledError
             time.sleep(AGAIN_S)
 
-    def _ask(self, digest: bytes, goes_on: GoesOn) -> FileFound:
+    def _ask(self, number: int, digest: bytes, goes_on: GoesOn) -> FileFound:
         asked: Future[FileFound] = Future()
         with self._lock:
             if self._closed:
                 raise CancelledError
             self._waiting.setdefault(digest, []).append(asked)
-        self.channel.send(AskFile(digest))
+        self.channel.send(AskFile(number, digest))
         while True:
             try:
                 return asked.result(LOOK_S)
@@ -114,11 +114,12 @@ class RemoteFiles:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """The file of a picture with a digest."""
+    """The file of a picture of another process."""
 
     files: RemoteFiles
+    number: int  # of an answer that shows the picture
     digest: bytes
 
     def content(self, goes_on: GoesOn) -> bytes | Pixels:
         """See `PictureFile`."""
-        return self.files.content(self.digest, goes_on)
+        return self.files.content(self.number, self.digest, goes_on)

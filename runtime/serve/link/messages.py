@@ -24,12 +24,14 @@ from lowbit.runtime.engine.request import Limits, Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stats import Load, Speculated
-from lowbit.runtime.images.file import PictureFile
+from lowbit.runtime.images.file import PictureFile, StoredFile
 from lowbit.runtime.images.picture import Picture
 from lowbit.runtime.images.pixels import Pixels
 from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.answer import OutputStart
+
+SMALL_FILE = 256 << 10  # bytes that take less time than a question and its answer
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -139,8 +141,12 @@ class ShownPixels(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ShownPicture(msgspec.Struct, array_like=True, frozen=True):
-    """A picture of a prompt, and its pixels where they are handed on; see `AskFile`."""
+    """A picture of a prompt, with its pixels or a small file where those are handed on.
 
+    Others are sent when they are needed, see `AskFile`.
+    """
+
+    content: bytes | None
     settings: ImageSettings
     rows: int
     columns: int
@@ -152,6 +158,8 @@ class ShownPicture(msgspec.Struct, array_like=True, frozen=True):
         shown, pixels = self.pixels, None
         if shown is not None:
             pixels = Pixels(shown.width, shown.height, shown.rgb.take())
+        if self.content is not None:
+            file = StoredFile(self.content)
         return Picture(file, self.settings, self.rows, self.columns, self.digest, pixels)
 
 
@@ -183,15 +191,16 @@ class Begin(Message):
     constraints: Constraints
 
     def requests(
-        self, embedder: PictureEmbedder, file_of: Callable[[bytes], PictureFile]
+        self, embedder: PictureEmbedder, file_of: Callable[[int, bytes], PictureFile]
     ) -> list[Request]:
         """The request for each answer, without its constraint.
 
         Args:
             embedder: makes the embeddings of pictures.
-            file_of: the file of a picture, by its digest.
+            file_of: the file of a picture, by the number of an answer that shows it and its digest.
         """
-        pictures = [each.picture(file_of(each.digest)) for each in self.pictures]
+        number = self.numbers[0]
+        pictures = [each.picture(file_of(number, each.digest)) for each in self.pictures]
         first = Request(
             prompt=tuple(self.prompt),
             max_new_tokens=self.count,
@@ -249,7 +258,10 @@ def picture_of(span: ImageSpan) -> Picture:
 def _shown(found: Picture) -> ShownPicture:
     # Those that go along are here no more: a request is kept as long as its answer.
     pixels = shown_pixels(found) if found.goes_along else None
-    return ShownPicture(found.settings, found.rows, found.columns, found.digest, pixels)
+    content = None
+    if found.pixels is None and isinstance(found.file, StoredFile):
+        content = found.file.stored if len(found.file.stored) <= SMALL_FILE else None
+    return ShownPicture(content, found.settings, found.rows, found.columns, found.digest, pixels)
 
 
 def shown_pixels(found: Picture) -> ShownPixels | None:
@@ -312,7 +324,8 @@ class AskFile(Message):
     A growing chat shows its pictures again in every turn, and their tokens are in the cache.
     """
 
-    digest: bytes  # of the picture
+    number: int  # of an answer that shows the picture
+    digest: bytes  # of it
 
 
 class FileFound(Message):

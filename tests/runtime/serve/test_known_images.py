@@ -12,6 +12,7 @@ from lowbit.runtime.images import picture as limits
 from lowbit.runtime.images.data_url import bytes_of_base64, bytes_of_data_url
 from lowbit.runtime.images.decode import decode_image
 from lowbit.runtime.images.pixels import Pixels, PixelStore
+from lowbit.runtime.serve.link import messages
 from lowbit.runtime.serve.link.messages import Begin, FileFound
 from lowbit.runtime.serve.request import images as module
 from tests.runtime.images.pictures import picture, saved
@@ -92,6 +93,7 @@ def test_an_image_whose_pixels_are_not_handed_on_is_sent_when_it_is_needed(
     _, sent = noted
     shown = [user(text(CHAT, "See "), image(CHAT, url)), *LATER]
     monkeypatch.setattr(limits, "MOST_KEPT_PIXELS", 0)
+    monkeypatch.setattr(messages, "SMALL_FILE", 0)
     first = ask(seeing, CHAT, *shown)
     found = [each for each in sent if isinstance(each, FileFound)]
     assert len(found) == 1
@@ -190,3 +192,42 @@ def test_the_same_image_in_many_messages_is_one(
     assert len(texts) == 1
     [begun] = [each for each in sent if isinstance(each, Begin)]
     assert (len(begun.pictures), len(begun.images)) == (1, 30)
+
+
+def test_files_of_many_small_images_go_along(
+    seeing: Running, noted: Noted, urls: Iterator[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask for each of a thousand would take longer than to send them."""
+    *_, url, other = (next(urls) for _ in range(62))
+    _, sent = noted
+    monkeypatch.setattr(limits, "MOST_KEPT", 1)
+    shown = user(text(CHAT, "See "), image(CHAT, url), image(CHAT, other))
+    assert prompt_tokens(ask(seeing, CHAT, shown)) > 48
+    [begun] = [each for each in sent if isinstance(each, Begin)]
+    assert [(each.pixels is None, each.content is None) for each in begun.pictures] == [
+        (False, True),
+        (True, False),
+    ]
+    assert not [each for each in sent if isinstance(each, FileFound)]
+
+
+def test_a_file_is_sent_for_others_that_show_it(
+    seeing: Running, noted: Noted, urls: Iterator[str]
+) -> None:
+    """The answer that it was asked for may have ended meanwhile."""
+    *_, url = (next(urls) for _ in range(65))
+    _, sent = noted
+    engine = seeing.service.engine
+    body = {"messages": [user(text(CHAT, "See "), image(CHAT, url))], "stream": True}
+    body |= {"max_tokens": 400, "ignore_eos": True}
+    with httpx2.stream("POST", seeing.url + CHAT, json=SHORT[CHAT] | body, timeout=60) as stream:
+        next(line for line in stream.iter_lines() if line)
+        [begun] = [each for each in sent if isinstance(each, Begin)]
+        [number], digest = begun.numbers, begun.pictures[0].digest
+        for asked in ((number, digest), (number + 1000, digest), (number, b"other")):
+            engine.loop.call_soon_threadsafe(engine._send_file, *asked)
+        until(lambda: len([each for each in sent if isinstance(each, FileFound)]) == 3)
+    found = [each for each in sent if isinstance(each, FileFound)]
+    there = {each.digest: each.shared is not None for each in found}
+    assert there == {digest: True, b"other": False}
+    assert all(each.problem is None for each in found)

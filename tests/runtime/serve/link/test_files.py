@@ -52,29 +52,29 @@ def thread() -> Iterator[Submit]:
 def test_a_file_is_asked_for_when_it_is_needed() -> None:
     for found in (FileFound(D, content=b"file"), FileFound(D, shared=SharedBytes.of(b"file"))):
         other = Other(found)
-        file = other.files.file(D)
-        assert file == RemoteFile(other.files, D)
+        file = other.files.file(4, D)
+        assert file == RemoteFile(other.files, 4, D)
         assert not other.asked
         assert file.content(lambda: True) == b"file"
-        assert other.asked == [AskFile(D)]
+        assert other.asked == [AskFile(4, D)]
 
 
 def test_a_file_that_no_answer_shows_is_asked_for_while_somebody_waits() -> None:
     """Another answer may join one that was cancelled, and show the same picture."""
     other = Other(FileFound(D), FileFound(D), FileFound(D, content=b"file"))
-    assert other.files.content(D, lambda: True) == b"file"
-    assert other.asked == [AskFile(D)] * 3
+    assert other.files.content(4, D, lambda: True) == b"file"
+    assert other.asked == [AskFile(4, D)] * 3
     other = Other(FileFound(D), FileFound(D))
     with pytest.raises(CancelledError):
-        other.files.content(D, Mock(side_effect=[True, False]))
-    assert other.asked == [AskFile(D)] * 2
+        other.files.content(4, D, Mock(side_effect=[True, False]))
+    assert other.asked == [AskFile(4, D)] * 2
 
 
 def test_nobody_waits_for_a_file_that_nobody_needs(
     thread: Submit,
 ) -> None:
     other, needed = Other(), threading.Event()
-    waiting = thread(other.files.content, D, lambda: not needed.is_set())
+    waiting = thread(other.files.content, 4, D, lambda: not needed.is_set())
     needed.set()
     with pytest.raises(CancelledError):
         waiting.result(20)
@@ -86,7 +86,7 @@ def test_all_who_wait_for_a_file_get_it(thread: Submit) -> None:
 
     def content(digest: bytes) -> bytes | Pixels:
         both.wait(20)
-        return other.files.content(digest, lambda: True)
+        return other.files.content(4, digest, lambda: True)
 
     waiting = [thread(content, each) for each in (D, b"other")]
     both.wait(20)
@@ -100,10 +100,10 @@ def test_the_end_of_an_http_side_ends_all_waiting(
     thread: Submit,
 ) -> None:
     other = Other()
-    waiting = thread(other.files.content, D, lambda: True)
+    waiting = thread(other.files.content, 4, D, lambda: True)
     until(lambda: bool(other.asked))
     other.files.close()
-    for each in (waiting, thread(other.files.content, D, lambda: True)):
+    for each in (waiting, thread(other.files.content, 4, D, lambda: True)):
         with pytest.raises(CancelledError):
             each.result(20)
 
@@ -116,11 +116,11 @@ def test_a_file_that_cannot_be_sent_is_an_error_of_the_answer(
 
     found = file_found(picture(Mock(side_effect=MemoryError)))
     with pytest.raises(ResourceError, match="memory"):
-        Other(found).files.content(D, lambda: True)
+        Other(found).files.content(4, D, lambda: True)
     assert not caplog.records
     found = file_found(picture(Mock(side_effect=ZeroDivisionError)))
     with pytest.raises(Exception, match="the file of a picture could not be sent"):
-        Other(found).files.content(D, lambda: True)
+        Other(found).files.content(4, D, lambda: True)
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -141,7 +141,7 @@ def test_pixels_are_sent_in_place_of_a_file_once() -> None:
     pixels = Pixels(3, 1, shared)
     picture = Picture(StoredFile(b"file"), SETTINGS, 1, 1, D, pixels, goes_along=False)
     sent = [file_found(picture) for _ in range(2)]
-    found = Other(sent[0]).files.content(D, lambda: True)
+    found = Other(sent[0]).files.content(4, D, lambda: True)
     assert isinstance(found, Pixels)
     assert (found.width, found.height, found.rgb) == (3, 1, shared)
-    assert Other(sent[1]).files.content(D, lambda: True) == b"file"
+    assert Other(sent[1]).files.content(4, D, lambda: True) == b"file"

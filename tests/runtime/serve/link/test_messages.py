@@ -16,11 +16,13 @@ from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stats import Load, OfSource, Speculated
-from lowbit.runtime.images.file import GoesOn, StoredFile
+from lowbit.runtime.images.data_url import bytes_of_data_url
+from lowbit.runtime.images.file import EncodedFile, GoesOn, StoredFile
 from lowbit.runtime.images.picture import Picture
 from lowbit.runtime.images.pixels import Pixels
 from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.serve.link.messages import (
+    SMALL_FILE,
     Begin,
     Constraints,
     FromEngine,
@@ -51,13 +53,14 @@ REQUEST = Request(
 class Other:
     """Stands for the file of a picture, which is elsewhere."""
 
+    number: int
     digest: bytes
 
     def content(self, goes_on: GoesOn) -> bytes:
         raise AssertionError("nobody needs it")
 
 
-def carried(message: object, kind: object) -> object:
+def carried(message: object, kind: object, most: int = 6000) -> object:
     """A message as another process gets it, which a channel gives the files of shared bytes."""
     files: list[SharedBytes] = []
 
@@ -66,7 +69,7 @@ def carried(message: object, kind: object) -> object:
         return found.size
 
     data = msgspec.msgpack.encode(message, enc_hook=share)
-    assert len(data) < 6000
+    assert len(data) < most
     found: object = msgspec.msgpack.decode(data, type=kind, dec_hook=lambda *_: files.pop(0))
     return found
 
@@ -102,10 +105,21 @@ def test_every_field_that_the_engine_looks_at_is_carried() -> None:
     assert looked_at | own == set(Begin.__struct_fields__)
 
 
-def test_images_are_carried_without_their_files() -> None:
-    picture = Picture(StoredFile(b"\x89PNG"), SETTINGS, 3, 5, b"digest")
+URL = EncodedFile("data:image/png;base64,iVBORw0K", bytes_of_data_url)
+SMALL, LARGE = (StoredFile(bytes(SMALL_FILE + more)) for more in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [(SMALL, SMALL), (LARGE, Other(4, b"digest")), (URL, Other(4, b"digest"))],
+    ids=["small", "large", "a text"],
+)
+def test_images_are_carried_without_large_files(
+    file: StoredFile | EncodedFile, expected: object
+) -> None:
+    picture = Picture(file, SETTINGS, 3, 5, b"digest")
     request = replace(REQUEST, images=(span_of(picture, 2, EmbedderElsewhere()),))
-    found = carried(begin_of([4], "abc", [request], Constraints()), ToEngine)
+    found = carried(begin_of([4], "abc", [request], Constraints()), ToEngine, 6000 + SMALL_FILE)
     assert isinstance(found, Begin)
     made: list[Picture] = []
 
@@ -119,7 +133,7 @@ def test_images_are_carried_without_their_files() -> None:
     assert (span.start, span.rows, span.columns, span.digest) == (2, 3, 5, b"digest")
     assert callable(span.embeddings)
     span.embeddings()
-    assert (made[0].file, made[0].settings) == (Other(b"digest"), SETTINGS)
+    assert (made[0].file, made[0].settings) == (expected, SETTINGS)
 
 
 def test_a_picture_in_several_places_is_carried_once_with_its_pixels() -> None:
