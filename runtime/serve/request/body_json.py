@@ -18,8 +18,6 @@ TEXT = TypeAdapter(str)
 LONG = 64 << 10  # bytes of a text that is parsed apart
 # Ends what comes before the value of a field
 COLON = re.compile(rb":[ \t\r\n]{0,8}\Z")
-# The last sign of a text; none of them may stand before a quote outside of a text
-WORD = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=-_")
 
 
 def loads_body(raw: bytes) -> Any:
@@ -40,8 +38,8 @@ def _apart(raw: bytes) -> Any:
     for first, last in _stretches(raw):
         try:
             text = TEXT.validate_json(raw[first - 1 : last + 1])
-        except ValueError:
-            return None
+        except ValueError:  # such as for one that ends in an escaped quote
+            continue
         name = f"{secret}{len(texts):x}"
         texts[name] = text
         parts += (raw[end:first], name.encode())
@@ -67,11 +65,15 @@ def _apart(raw: bytes) -> Any:
 
 
 def _stretches(raw: bytes) -> Iterator[tuple[int, int]]:
-    """Beginnings and ends of long texts between two quotes that seem to be values of fields."""
+    """Beginnings and ends of what is long between two quotes, the first of them behind a colon.
+
+    It need not be a text. A short name in place of anything else leaves no JSON: no word stands
+    between two texts.
+    """
     place = LONG
     while (last := raw.find(b'"', place)) >= 0:
         first = raw.rfind(b'"', 0, place) + 1
-        if first and last - first >= LONG and raw[last - 1] in WORD and _is_value(raw, first - 1):
+        if first and last - first >= LONG and _is_value(raw, first - 1):
             yield first, last
         place = last + LONG
 

@@ -152,6 +152,19 @@ def test_a_job_whose_child_was_killed_is_done_by_another(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
+def test_a_job_that_runs_is_begun_again(name: str) -> None:
+    async def work(queue: JobQueue) -> None:
+        first, endless = (asyncio.ensure_future(kinds(queue, each)) for each in ("a", ENDLESS))
+        assert await first == ["a"]
+        child = pid_of(queue)
+        os.kill(child, signal.Signals[name])
+        assert await endless == ["time"]
+        assert queue._child is None or pid_of(queue) != child
+
+    run(work, seconds=0.5)
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
 def test_every_signal_from_outside_is_no_fault_of_the_job(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

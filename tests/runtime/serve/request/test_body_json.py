@@ -2,6 +2,7 @@
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -26,44 +27,66 @@ def strict(raw: bytes) -> Any:
     return strict_json.loads(raw, nan=False)
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        '{"a": "%"}',
-        '{"a": "%", "b": ["%", {"c" :\t"%"}], "d": "x"}',
-        '{"%": "%"}',
-        '["%"]',
-        '"%"',
-        '{"a": "%", "a": "%"}',
-        '{"a": "%", "b": {"x": 1, "x": 2}}',
-        '{"a": "%" "b": 1}',
-        '{"a": "%"',
-        '{"a": "%',
-        '{"a:"%"b": 1}',
-        '{"a": "\\":\\"%"}',
-        '{"a": ":"%":1}',
-        '{"a": "%\\"", "b": "%\\\\"}',
-        '{"a": "\\/%"}',
-        '{"a": "\\ud83d\\ude00%"}',
-        '{"a": "\\ud83d%"}',
-        '{"a": "%\\ud83d"}',
-        '{"a": "%\\u00"}',
-        '{"a": "%\\u0041"}',
-        '{"a": "\\x%"}',
-        '{"a": "\n%"}',
-        '{"a": "\x00%"}',
-        '{"a": "\x7f\u2028%\u00e9A"}',
-        '{"a": "%", "b": NaN}',
-        '{"a": "%", "b": "\\ud83d"}',
-        '{"a": "%"} x',
-    ],
-)
-def test_bodies_with_long_texts_are_read_as_by_the_strict_reader(raw: str) -> None:
-    body = raw.replace("%", TEXT).encode()
-    assert of(loads_body, body) == of(strict, body)
-    assert of(loads_body, body[:-9] + b"\xff" + body[-9:]) == of(
-        strict, body[:-9] + b"\xff" + body[-9:]
-    )
+BODIES = [
+    '{"a": "%"}',
+    '{"a": "%", "b": ["%", {"c" :\t"%"}], "d": "x"}',
+    '{"%": "%"}',
+    '["%"]',
+    '"%"',
+    '{"a": "%", "a": "%"}',
+    '{"a": "%", "b": {"x": 1, "x": 2}}',
+    '{"a": "%" "b": 1}',
+    '{"a": "%"',
+    '{"a": "%',
+    '{"a:"%"b": 1}',
+    '{"a": "\\":\\"%"}',
+    '{"a": ":"%":1}',
+    '{"a": "%\\"", "b": "%\\\\"}',
+    '{"a": "\\/%"}',
+    '{"a": "\\ud83d\\ude00%"}',
+    '{"a": "\\ud83d%"}',
+    '{"a": "%\\ud83d"}',
+    '{"a": "%\\u00"}',
+    '{"a": "%\\u0041"}',
+    '{"a": "\\x%"}',
+    '{"a": "\n%"}',
+    '{"a": "\x00%"}',
+    '{"a": "\x7f\u2028%\u00e9A"}',
+    '{"a": "%", "b": NaN}',
+    '{"a": "%", "b": "\\ud83d"}',
+    '{"a": "%"} x',
+    '{"a:" : ~ "v"}',
+    '{"a": "x:" ~, "b": "c"}',
+    '{"a": "%\\"", "b": "%"}',
+    '{"a": "%.", "b": "\\n%\\n"}',
+]
+
+
+def body_of(form: str) -> bytes:
+    return form.replace("%", TEXT).replace("~", " " * (LONG + 9)).encode()
+
+
+@pytest.mark.parametrize("takes_all", [False, True])
+@pytest.mark.parametrize("form", BODIES)
+def test_bodies_with_long_texts_are_read_as_by_the_strict_reader(
+    form: str, takes_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is taken for the value of a field."""
+    if takes_all:
+        monkeypatch.setattr(body_json, "_is_value", lambda *_: True)
+    body = body_of(form)
+    for each in (body, body[:-9] + b"\xff" + body[-9:]):
+        assert of(loads_body, each) == of(strict, each)
+
+
+@pytest.mark.parametrize("form", ['["%", "%"]', '{"%": 1}', '{"a": "x", "b": ["%"]}', '"%"'])
+def test_texts_that_are_no_values_of_fields_are_read_once(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = Mock(side_effect=strict_json.loads)
+    monkeypatch.setattr(body_json, "loads", loads)
+    loads_body(body_of(form))
+    assert loads.call_count == 1
 
 
 SIGNS = st.text('aZ9=+/-\\":,{}[] \n\u00e9u\ud83d\x01', min_size=0, max_size=40)
