@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,6 +130,11 @@ def dying(name: str) -> str:
     return f"{default}os.kill(os.getpid(), signal.{name})"
 
 
+def ticks_of(pid: int) -> int:
+    """Time that a process has computed, in hundredths of a second."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
+
+
 OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 OWN = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGXFSZ", "SIGXCPU", "SIGSYS")
 TWICE = "the process that runs jinja2 was ended from outside twice (SIGKILL)"
@@ -157,11 +163,14 @@ def test_a_job_that_runs_is_begun_again(name: str) -> None:
         first, endless = (asyncio.ensure_future(kinds(queue, each)) for each in ("a", ENDLESS))
         assert await first == ["a"]
         child = pid_of(queue)
+        before = ticks_of(child)
+        while ticks_of(child) < before + 5:  # it is at work
+            await asyncio.sleep(0)
         os.kill(child, signal.Signals[name])
         assert await endless == ["time"]
         assert queue._child is None or pid_of(queue) != child
 
-    run(work, seconds=0.5)
+    run(work, seconds=2.0)
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
