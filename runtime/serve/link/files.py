@@ -23,6 +23,7 @@ from lowbit.runtime.serve.link.messages import (
 
 log = logging.getLogger("lowbit.serve")
 LOOK_S = 0.1  # between two looks for whether anybody waits
+ANY = 0  # in place of an answer's number: any that shows the picture
 AGAIN_S = 0.05  # until a file is asked for again that no answer showed any more
 
 
@@ -49,12 +50,23 @@ def file_found(picture: Picture) -> FileFound:
 
 @dataclass(slots=True, eq=False)
 class RemoteFiles:
-    """Files of the pictures that an HTTP side shows; any thread may wait for one."""
+    """Files of the pictures that an HTTP side shows; any thread may wait for one.
+
+    Attributes:
+        channel: to that side.
+        sides: those of all HTTP sides that are connected: the picture of a request that has ended
+            may be waited for by another side's, which shows it, too.
+    """
 
     channel: Channel[ToEngine]
-    _waiting: dict[bytes, list[Future[FileFound]]] = field(default_factory=dict, repr=False)
+    sides: "list[RemoteFiles]" = field(default_factory=list, repr=False)
+    _waiting: dict[bytes, list[Future[FileFound | None]]] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _closed: bool = False
+
+    def __post_init__(self) -> None:
+        """Join the other sides."""
+        self.sides.append(self)
 
     def file(self, number: int, digest: bytes) -> "RemoteFile":
         """The file of a picture, by the number of an answer that shows it and its digest."""
@@ -68,13 +80,16 @@ class RemoteFiles:
             each.set_result(found)
 
     def close(self) -> None:
-        """Let nobody wait any more."""
+        """Let nobody wait for this side any more."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             waiting = [each for some in self._waiting.values() for each in some]
             self._waiting.clear()
+        self.sides.remove(self)
         for each in waiting:
-            each.set_exception(CancelledError())
+            each.set_result(None)
 
     def content(self, number: int, digest: bytes, goes_on: GoesOn) -> bytes | Pixels:
         """Content or pixels of a picture's file; see `PictureFile.content`.
@@ -83,25 +98,24 @@ class RemoteFiles:
             LowbitError: the HTTP side cannot send it.
         """
         while True:
-            found = self._ask(number, digest, goes_on)
-            if found.problem is not None:
-                raise found.problem.error()
-            if (shown := found.pixels) is not None:
-                return Pixels(shown.width, shown.height, shown.rgb)
-            if found.shared is not None:
-                return bytes(found.shared.take())
-            if found.content is not None:
-                return found.content
+            others = [each for each in self.sides if each is not self]
+            answered = False
+            for side, its_number in ((self, number), *((each, ANY) for each in others)):
+                if (found := side._ask(its_number, digest, goes_on)) is not None:
+                    answered = True
+                    if (content := _content_of(found)) is not None:
+                        return content
             # The answer that showed it was cancelled. One that has joined since shows it, too.
-            if not goes_on():
+            if not answered or not goes_on():
                 raise CancelledError
             time.sleep(AGAIN_S)
 
-    def _ask(self, number: int, digest: bytes, goes_on: GoesOn) -> FileFound:
-        asked: Future[FileFound] = Future()
+    def _ask(self, number: int, digest: bytes, goes_on: GoesOn) -> FileFound | None:
+        """The answer of this side; None if it has gone."""
+        asked: Future[FileFound | None] = Future()
         with self._lock:
             if self._closed:
-                raise CancelledError
+                return None
             self._waiting.setdefault(digest, []).append(asked)
         self.channel.send(AskFile(number, digest))
         while True:
@@ -110,6 +124,19 @@ class RemoteFiles:
             except TimeoutError:
                 if not goes_on():
                     raise CancelledError from None
+
+
+def _content_of(found: FileFound) -> bytes | Pixels | None:
+    """The file of an answer, or the pixels; None if it has neither.
+
+    Raises:
+        LowbitError: it could not be sent.
+    """
+    if found.problem is not None:
+        raise found.problem.error()
+    if (shown := found.pixels) is not None:
+        return Pixels(shown.width, shown.height, shown.rgb)
+    return found.content if found.shared is None else bytes(found.shared.take())
 
 
 @dataclass(frozen=True, slots=True)

@@ -343,10 +343,10 @@ class EngineHost:
 
     def __init__(self, model: Model) -> None:
         """Prepare to serve; `serve` does."""
-        self.model = model
-        self.stepper = Stepper(model)
+        self.model, self.stepper = model, Stepper(model)
         self.grammars = GrammarQueue(model.grammars)
         self._connections: list[Connection] = []
+        self._files: list[RemoteFiles] = []
 
     async def serve(self, channels: Iterable[Channel[ToEngine]]) -> bool:
         """Serve until every HTTP side has closed its channel, or the thread has ended.
@@ -379,7 +379,7 @@ class EngineHost:
         return ended
 
     async def _hear(self, channel: Channel[ToEngine]) -> None:
-        connection = Connection(channel, RemoteFiles(channel))
+        connection = Connection(channel, RemoteFiles(channel, self._files))
         self._connections.append(connection)
         try:
             connection.channel.send(facts_of(self.model))

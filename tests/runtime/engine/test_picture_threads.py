@@ -10,7 +10,8 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from lowbit.runtime.engine.picture_threads import GoesOn, PictureThreads, PictureWork
+from lowbit.runtime.engine.picture_threads import PictureThreads, PictureWork
+from lowbit.runtime.images.file import GoesOn
 
 
 @pytest.fixture

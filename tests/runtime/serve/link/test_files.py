@@ -26,10 +26,10 @@ Submit = Callable[..., Future[bytes | Pixels]]
 class Other:
     """Stands for the channel to an HTTP side that answers at once."""
 
-    def __init__(self, *answers: FileFound | None) -> None:
+    def __init__(self, *answers: FileFound | None, sides: list[RemoteFiles] | None = None) -> None:
         self.asked: list[object] = []
         self.answers = list(answers)
-        self.files = RemoteFiles(cast(Any, self))
+        self.files = RemoteFiles(cast(Any, self), [] if sides is None else sides)
 
     def send(self, message: object) -> None:
         self.asked.append(message)
@@ -68,6 +68,26 @@ def test_a_file_that_no_answer_shows_is_asked_for_while_somebody_waits() -> None
     with pytest.raises(CancelledError):
         other.files.content(4, D, Mock(side_effect=[True, False]))
     assert other.asked == [AskFile(4, D)] * 2
+
+
+def test_another_http_side_is_asked_that_shows_it_too(thread: Submit) -> None:
+    """Whose request waits for the same picture, though the one that began with it is over."""
+    sides: list[RemoteFiles] = []
+    first = Other(FileFound(D), sides=sides)
+    second = Other(FileFound(D, content=b"file"), sides=sides)
+    assert first.files.content(4, D, lambda: True) == b"file"
+    assert (first.asked, second.asked) == ([AskFile(4, D)], [AskFile(module.ANY, D)])
+    waiting = thread(first.files.content, 4, D, lambda: True)
+    until(lambda: len(first.asked) == 2)
+    second.answers.append(FileFound(D, content=b"again"))
+    first.files.close()  # while it is asked
+    assert waiting.result(20) == b"again"
+    second.answers.append(FileFound(D, content=b"gone"))
+    assert first.files.content(4, D, lambda: True) == b"gone"
+    second.files.close()
+    with pytest.raises(CancelledError):
+        first.files.content(4, D, lambda: True)
+    assert not sides
 
 
 def test_nobody_waits_for_a_file_that_nobody_needs(
