@@ -309,7 +309,7 @@ def ids_of_marked(tokenizer: Any, text: str, framed: bool, mark: str) -> list[in
         framed: add the tokens that the post-processor puts around a text.
         mark: one character, which is no part of the text.
     """
-    encoding = tokenizer.encode(text, add_special_tokens=framed)
+    [encoding] = tokenizer.encode_batch([text], add_special_tokens=framed)
     added = tokenizer.get_added_tokens_decoder()
     ids: list[int] = []
     run: list[int] = []  # ids since the last added token
