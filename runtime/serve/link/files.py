@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import deque
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
@@ -22,7 +23,7 @@ from lowbit.runtime.serve.link.messages import (
 )
 
 log = logging.getLogger("lowbit.serve")
-LOOK_S = 0.1  # between two looks for whether anybody waits
+LOOK_S = 0.1  # between two checks that somebody still waits
 ANY = 0  # in place of an answer's number: any that shows the picture
 AGAIN_S = 0.05  # until a file is asked for again that no answer showed any more
 
@@ -54,13 +55,14 @@ class RemoteFiles:
 
     Attributes:
         channel: to that side.
-        sides: those of all HTTP sides that are connected: the picture of a request that has ended
-            may be waited for by another side's, which shows it, too.
+        sides: files of all HTTP sides that are connected. A request of another side may show the
+            same picture, and wait for it when the one that began with it has ended.
     """
 
     channel: Channel[ToEngine]
     sides: "list[RemoteFiles]" = field(default_factory=list, repr=False)
-    _waiting: dict[bytes, list[Future[FileFound | None]]] = field(default_factory=dict, repr=False)
+    # By digest, in the order in which they were asked for: each is answered once
+    _waiting: dict[bytes, deque[Future[FileFound | None]]] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _closed: bool = False
 
@@ -73,11 +75,15 @@ class RemoteFiles:
         return RemoteFile(self, number, digest)
 
     def settle(self, found: FileFound) -> None:
-        """Hand a file to those who wait for it."""
+        """Hand a file to the first who waits for it: its bytes can be taken once."""
         with self._lock:
-            waiting = self._waiting.pop(found.digest, [])
-        for each in waiting:
-            each.set_result(found)
+            waiting = self._waiting.get(found.digest)
+            if waiting is None:
+                return
+            first = waiting.popleft()
+            if not waiting:
+                del self._waiting[found.digest]
+        first.set_result(found)
 
     def close(self) -> None:
         """Let nobody wait for this side any more."""
@@ -98,7 +104,8 @@ class RemoteFiles:
             LowbitError: the HTTP side cannot send it.
         """
         while True:
-            others = [each for each in self.sides if each is not self]
+            # A copy: the event loop adds and removes sides meanwhile.
+            others = [each for each in tuple(self.sides) if each is not self]
             answered = False
             for side, its_number in ((self, number), *((each, ANY) for each in others)):
                 if (found := side._ask(its_number, digest, goes_on)) is not None:
@@ -116,7 +123,7 @@ class RemoteFiles:
         with self._lock:
             if self._closed:
                 return None
-            self._waiting.setdefault(digest, []).append(asked)
+            self._waiting.setdefault(digest, deque()).append(asked)
         self.channel.send(AskFile(number, digest))
         while True:
             try:

@@ -90,9 +90,7 @@ def test_another_http_side_is_asked_that_shows_it_too(thread: Submit) -> None:
     assert not sides
 
 
-def test_nobody_waits_for_a_file_that_nobody_needs(
-    thread: Submit,
-) -> None:
+def test_nobody_waits_for_a_file_that_nobody_needs(thread: Submit) -> None:
     other, needed = Other(), threading.Event()
     waiting = thread(other.files.content, 4, D, lambda: not needed.is_set())
     needed.set()
@@ -101,7 +99,18 @@ def test_nobody_waits_for_a_file_that_nobody_needs(
     other.files.settle(FileFound(D, content=b"late"))
 
 
-def test_all_who_wait_for_a_file_get_it(thread: Submit) -> None:
+def test_each_who_waits_for_a_file_gets_an_answer_of_its_own(thread: Submit) -> None:
+    """Its bytes can be taken once; who has taken them has closed their descriptor."""
+    other = Other()
+    waiting = [thread(other.files.content, 4, D, lambda: True) for _ in range(2)]
+    until(lambda: len(other.asked) == 2)
+    for _ in range(2):
+        other.files.settle(FileFound(D, shared=SharedBytes.of(b"file")))
+    assert [each.result(20) for each in waiting] == [b"file"] * 2
+    other.files.settle(FileFound(D, shared=SharedBytes.of(b"file")))  # that nobody waits for
+
+
+def test_a_file_goes_to_whoever_waits_for_it(thread: Submit) -> None:
     both, other = threading.Barrier(3), Other()
 
     def content(digest: bytes) -> bytes | Pixels:
@@ -116,9 +125,7 @@ def test_all_who_wait_for_a_file_get_it(thread: Submit) -> None:
     assert [each.result(20) for each in waiting] == [b"one", b"two"]
 
 
-def test_the_end_of_an_http_side_ends_all_waiting(
-    thread: Submit,
-) -> None:
+def test_the_end_of_an_http_side_ends_all_waiting(thread: Submit) -> None:
     other = Other()
     waiting = thread(other.files.content, 4, D, lambda: True)
     until(lambda: bool(other.asked))
@@ -129,7 +136,7 @@ def test_the_end_of_an_http_side_ends_all_waiting(
 
 
 def test_a_file_that_cannot_be_sent_is_an_error_of_the_answer(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def picture(content: Any) -> Picture:
         return Picture(Mock(content=content), SETTINGS, 1, 1, D)
