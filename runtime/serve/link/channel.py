@@ -7,6 +7,7 @@ is noticed at once.
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import socket
 import threading
@@ -21,6 +22,7 @@ import msgspec
 
 from lowbit.runtime.images.shared import SharedBytes
 
+log = logging.getLogger("lowbit.serve")
 LENGTH = 4  # bytes before each message
 READ = 1 << 18  # bytes that are read at once
 MOST_FILES = 253  # that Linux sends at once
@@ -253,6 +255,7 @@ class Channel(Generic[Received]):
         for _, _, descriptors in beside:
             self._descriptors += memoryview(descriptors).cast("i")
         if flags & socket.MSG_CTRUNC:
+            log.error("a channel between processes ends: this one may open no more files")
             raise OSError("files of a message were lost")
         return count
 

@@ -236,7 +236,9 @@ def test_a_socket_is_handed_on_and_left_by_its_sender() -> None:
     there.close()
 
 
-def test_files_that_the_system_loses_end_what_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_the_system_loses_end_what_comes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Later messages would get the files of earlier ones."""
     here, there = pair(Shown)
     here.send(Shown([1], [SharedBytes.of(b"x")]))
@@ -246,6 +248,7 @@ def test_files_that_the_system_loses_end_what_comes(monkeypatch: pytest.MonkeyPa
         return [message async for message in there.receive()]
 
     assert asyncio.run(all_of()) == []
+    assert "may open no more files" in caplog.text
     here.close()
     there.close()
 
