@@ -29,7 +29,7 @@ test: $(VENV)/.installed-dev  # a thread a process: those of several wait for ea
 	$(PYTEST) -n auto --dist worksteal -m "$(USUAL)"
 
 quick: $(VENV)/.installed-dev  # about a minute: what mirrors the files that differ from main, the rooms' order, the docs
-	OMP_NUM_THREADS=1 $(BIN)/python examples/maintenance/mirrored_tests.py | xargs $(BIN)/pytest -n auto --dist worksteal -x -m "$(USUAL) and not slow"
+	$(BIN)/python examples/maintenance/mirrored_tests.py | xargs env $(PYTEST) -n auto --dist worksteal -x -m "$(USUAL) and not slow"
 
 test-nightly: $(VENV)/.installed-dev  # 400 examples of each property in place of 25
 	$(PYTEST) -n auto --dist worksteal --hypothesis-profile nightly -m "hypothesis and $(USUAL)"
