@@ -56,9 +56,9 @@ def noted(seeing: Running, monkeypatch: pytest.MonkeyPatch) -> Noted:
     return texts, sent
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def urls() -> Iterator[str]:
-    """Data URLs of images that the server has not seen."""
+    """Data URLs of images that the server has not seen: each test draws others."""
     return (
         f"data:image/png;base64,{base64.b64encode(saved(picture(200, 150, seed))).decode()}"
         for seed in range(1000, 2000)
@@ -70,7 +70,7 @@ def test_a_later_turn_neither_decodes_an_image_nor_sends_it(
     seeing: Running, noted: Noted, urls: Iterator[str], path: str
 ) -> None:
     texts, sent = noted
-    url = next(each for number, each in enumerate(urls) if number == list(FIELD).index(path))
+    url = next(urls)
     first = user(text(path, "See " * 40), image(path, url), text(path, "?" * 90))
     before = prompt_tokens(ask(seeing, path, first))
     assert len(texts) == 1
@@ -89,7 +89,7 @@ def test_a_later_turn_neither_decodes_an_image_nor_sends_it(
 def test_an_image_whose_pixels_are_not_handed_on_is_sent_when_it_is_needed(
     seeing: Running, noted: Noted, urls: Iterator[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    *_, url = (next(urls) for _ in range(20))
+    url = next(urls)
     _, sent = noted
     shown = [user(text(CHAT, "See "), image(CHAT, url)), *LATER]
     monkeypatch.setattr(limits, "MOST_KEPT_PIXELS", 0)
@@ -117,7 +117,7 @@ def test_a_large_image_is_decoded_once(
     seeing: Running, noted: Noted, urls: Iterator[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pixels wait until the engine asks, and nobody holds them once it has answered."""
-    *_, url, other = (next(urls) for _ in range(52))
+    url, other = next(urls), next(urls)
     _, sent = noted
     decoded: list[bytes] = []
 
@@ -142,7 +142,7 @@ def test_pixels_that_nobody_asks_for_are_dropped_with_the_first_token(
     seeing: Running, noted: Noted, urls: Iterator[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine may know a picture whose size has been forgotten here."""
-    *_, url = (next(urls) for _ in range(55))
+    url = next(urls)
     _, sent = noted
     shown = user(text(CHAT, "See "), image(CHAT, url))
     ask(seeing, CHAT, shown)
@@ -170,7 +170,7 @@ def test_pixels_that_nobody_asks_for_are_dropped_with_the_first_token(
 def test_a_picture_by_two_spellings_is_in_the_cache(
     seeing: Running, noted: Noted, urls: Iterator[str]
 ) -> None:
-    *_, url = (next(urls) for _ in range(30))
+    url = next(urls)
     texts, sent = noted
     for spelling in (url, url.replace("data:image/png", "DATA:image/x-png"), f"{url}\n", url):
         shown = user(text(CHAT, "See " * 60), image(CHAT, spelling), text(CHAT, "Tell me. " * 9))
@@ -184,7 +184,7 @@ def test_a_picture_by_two_spellings_is_in_the_cache(
 def test_the_same_image_in_many_messages_is_one(
     seeing: Running, noted: Noted, urls: Iterator[str]
 ) -> None:
-    *_, url = (next(urls) for _ in range(40))
+    url = next(urls)
     texts, sent = noted
     messages = [user(image(CHAT, url), text(CHAT, "?")), *turns(("assistant", "A."))] * 30
     found = ask(seeing, CHAT, *messages, *turns(("user", "?")))
@@ -198,7 +198,7 @@ def test_files_of_many_small_images_go_along(
     seeing: Running, noted: Noted, urls: Iterator[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To ask for each of a thousand would take longer than to send them."""
-    *_, url, other = (next(urls) for _ in range(62))
+    url, other = next(urls), next(urls)
     _, sent = noted
     monkeypatch.setattr(limits, "MOST_KEPT", 1)
     shown = user(text(CHAT, "See "), image(CHAT, url), image(CHAT, other))
@@ -215,7 +215,7 @@ def test_a_file_is_sent_for_others_that_show_it(
     seeing: Running, noted: Noted, urls: Iterator[str]
 ) -> None:
     """The answer that it was asked for may have ended meanwhile."""
-    *_, url = (next(urls) for _ in range(65))
+    url = next(urls)
     _, sent = noted
     engine = seeing.service.engine
     body = {"messages": [user(text(CHAT, "See "), image(CHAT, url))], "stream": True}
