@@ -65,7 +65,7 @@ def prepare(options: dict[str, Any]) -> None:
     for timer in timers:  # the parent may ignore or block them
         signal.signal(timer, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, timers)
-    # Somebody's kill, which would be an exception, and so a failure, of the job at hand
+    # Else a SIGINT from outside would be a KeyboardInterrupt, and so a failure, of the job at hand
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     limit(resource.RLIMIT_AS, options["memory_bytes"])
     limit(resource.RLIMIT_CORE, 0)

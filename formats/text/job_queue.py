@@ -43,7 +43,7 @@ SILENT_S = 10.0  # beside the time of a job: for a child to start, or to be ende
 class _Job:
     line: bytes
     reply: asyncio.Future[bytes] | None  # None if nobody waits for it
-    again: bool = False  # its first child was killed
+    retried: bool = False  # its first child was killed
 
 
 class JobQueue:
@@ -214,9 +214,9 @@ class JobQueue:
             self._restart(WorkerError("time", "no answer"))
 
     def _restart(self, error: WorkerError | None = None) -> None:
-        """Fail the job that the child has at hand, and give the others to another one.
+        """Start another child for all jobs but the one at hand, which fails.
 
-        The job is no part of that where the child was killed, for the first time.
+        It is done once more, too, where its child was killed from outside for the first time.
 
         Args:
             error: reason to end the child; None for one that has ended.
@@ -225,8 +225,8 @@ class JobQueue:
         self._stop()
         if error is None:
             error = error_of_end(0 if child is None else child.returncode)
-        if self._jobs and ready and error.kind == "killed" and not self._jobs[0].again:
-            self._jobs[0].again = True
+        if self._jobs and ready and error.kind == "killed" and not self._jobs[0].retried:
+            self._jobs[0].retried = True
         elif self._jobs:
             _fail_one(self._jobs.popleft(), self._failure(error, ready))
         left = [job for job in self._jobs if job.reply is not None and not job.reply.done()]

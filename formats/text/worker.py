@@ -256,7 +256,7 @@ def error_of_end(code: int) -> WorkerError:
 
 
 def killed(library: Library, error: WorkerError) -> ResourceError:
-    """The error for a job whose process was killed, and another one as well."""
+    """The error for a job whose process was killed twice."""
     return ResourceError(
         f"the process that runs {library} was ended from outside twice ({error})",
         hint="try again; a system that is short of memory ends processes",

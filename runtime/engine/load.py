@@ -149,10 +149,10 @@ def load(
 class _Loaded:
     """Weights of a model on their device."""
 
-    opened: OpenedModel  # that they were read from
+    opened: OpenedModel  # files that they were read from
     decoder: Decoder  # the first rank's
     target: Any  # the model as a drafter sees it, see `load_target`
-    drafter: "tuple[Drafter, Rows | None] | None"  # and the rows of the head that it takes
+    drafter: "tuple[Drafter, Rows | None] | None"  # and its rows of the head
     crew: Crew | None  # the other ranks; None for a model in one process
 
 

@@ -110,7 +110,7 @@ def packable(sequence: Sequence) -> bool:
 def awaited(
     sequence: Sequence, others: list[Sequence], known: Callable[[Sequence], int]
 ) -> Sequence | None:
-    """The one of some prompts that run by which a prompt that waits begins.
+    """Running sequence whose prompt a waiting one shares, and should wait for.
 
     Args:
         sequence: whose prompt waits, see `packable`.
@@ -118,7 +118,7 @@ def awaited(
         known: tokens of its prompt that the prefix cache has.
 
     Returns:
-        The first of which the cache will have tokens that are worth waiting for; None if none is.
+        The first that will bring enough shared tokens into the cache; None if none will.
     """
     alike = [each for each in others if _begin_alike(sequence, each, SHARED)]
     if not alike:

@@ -57,7 +57,7 @@ class Prefix:
         return min(length, self.fresh) < self._parted(chunk_ends)
 
     def _parted(self, chunk_ends: Sequence[int]) -> float:
-        """First length at which either this prefix or a prompt was cut, and not both."""
+        """First chunk end that either this prefix or a prompt has, and not both; inf without."""
         return min({*self.chunk_ends} ^ {*chunk_ends}, default=inf)
 
 
@@ -213,7 +213,7 @@ def _number(origin: bytes) -> int:
 def _common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     """Number of keys [T] that two sequences begin with in common."""
     count = min(len(a), len(b))
-    for start in range(0, count, BLOCK):  # what differs soon, as most prefixes do, is soon known
+    for start in range(0, count, BLOCK):  # most differ in the first block
         stop = min(start + BLOCK, count)
         different = a[start:stop] != b[start:stop]
         first = int(different.argmax())

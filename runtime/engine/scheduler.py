@@ -65,7 +65,7 @@ class Scheduler:
         self._arrived: deque[Sequence] = deque()  # since the last step
         self._held_back = False  # all that wait, by their clients' shares
         self._late = False  # a prompt has been passed over for its images, which may be there now
-        # A sequence that waits, and the one whose prompt it awaits, since the cache has changed
+        # A waiting sequence and the one whose prompt it awaits; None once the cache has changed
         self._behind: tuple[Sequence, Sequence] | None = None
 
     @property

@@ -51,7 +51,7 @@ class Picture:
     columns: int  # tokens in a row
     digest: bytes  # see `digest_of`
     pixels: Pixels | None = field(default=None, repr=False)  # None where it is decoded again
-    # Pixels are few: they go to the engine at once, and not when it asks for the file
+    # Its pixels go to the engine with the request; else when it asks for the file
     goes_along: bool = True
 
     def take_pixels(self) -> Pixels | None:

@@ -61,7 +61,7 @@ class PixelStore:
     """Pixels of large pictures until somebody cuts them, of all prompts together.
 
     To decode a photo of 12 million once more takes three times as long as to hand on its pixels.
-    They are held by their pictures, and count as long as those have them.
+    Their pictures hold them; they count until they are taken or the picture is gone.
     """
 
     most: int = MOST_STORED
@@ -91,7 +91,7 @@ class PixelStore:
         return found
 
     def _count(self) -> int:
-        """Pixels that are held, and nothing more of those that are not."""
+        """Number of pixels that pictures still hold; forgets those that were taken or dropped."""
         held = [(each, found) for each in self._held if (found := each()) is not None and found.rgb]
         self._held = [each for each, _ in held]
         return sum(found.width * found.height for _, found in held)

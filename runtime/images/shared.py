@@ -9,7 +9,7 @@ from weakref import finalize
 
 
 class SharedBytes:
-    """Bytes in memory without a name, or in such a file.
+    """Bytes in an anonymous memory file, or in an unlinked file where the system has none.
 
     Attributes:
         descriptor: of the file, until the bytes have been taken or nobody holds them any more.
@@ -59,7 +59,7 @@ class SharedBytes:
         return content
 
     def view(self) -> mmap.mmap:
-        """The bytes as they are, which nobody has to copy; what is written there stays there.
+        """Map the bytes without a copy; writes stay private to the map.
 
         Raises:
             OSError: fewer have come, or there are none.

@@ -198,7 +198,7 @@ class Outermost:
             await bug.response(path)(scope, receive, noting)
         finally:
             route = getattr(asked.get("route"), "path", "other")
-            try:  # the log and the metrics have whatever is active no more
+            try:  # a request is active until the log and the metrics have it
                 self._count(scope, record, route, record.status or CLIENT_LEFT)
             finally:
                 service.leave(client)

@@ -108,7 +108,7 @@ class WorkerServer(Server):
         self._listening = asyncio.create_task(self._listen())
 
     async def on_tick(self, counter: int) -> bool:
-        """Tell the supervisor of connections that are gone, besides."""
+        """Report closed connections to the supervisor."""
         closed = self._taken - len(self.server_state.connections)
         if closed != self._closed:
             self._supervised.channel.send(Closed(closed - self._closed))
@@ -180,7 +180,7 @@ def run_worker(sock: socket.socket, settings: ServeSettings, row: int, follows: 
 
 def _serve(channel: Channel[ToWorker], settings: ServeSettings, row: int) -> bool:
     """Serve until the end; False if a thread hangs."""
-    first = first_of(channel)
+    first = first_of(channel)  # apart, or mypy infers another type
     start = asyncio.run(first)
     if not isinstance(start, Start):  # the supervisor has ended
         return True

@@ -86,10 +86,10 @@ LONG_S = (120.0, 240.0, 480.0, 960.0)
 class Counts(msgspec.Struct, array_like=True, frozen=True):
     """Metrics on their way between processes."""
 
-    tokens: tuple[int, int, int]
-    histograms: list[tuple[float, list[int]]]
+    tokens: tuple[int, int, int]  # of prompts, of these from the cache, new ones
+    histograms: list[tuple[float, list[int]]]  # see `Histogram.counts`
     finished: dict[str, int]
-    responses: list[tuple[str, int, int]]
+    responses: list[tuple[str, int, int]]  # path, status, number
     drafts: Speculated
 
 

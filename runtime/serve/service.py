@@ -157,7 +157,7 @@ class Service:
             return not self._reviving.done() or self.engine.alive
         if self.next_engine is None:
             return False
-        if self.siblings is None:  # else the process that has started them all decides, and says so
+        if self.siblings is None:  # else the supervisor decides, and logs it
             if time.monotonic() - self._engine_started < SHORT_LIFE_S:
                 return False
             log.error("the engine has ended; another one is loaded")

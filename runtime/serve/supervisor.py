@@ -41,8 +41,9 @@ from lowbit.runtime.serve.totals import new_totals
 log = logging.getLogger("lowbit.serve")
 MOST_ACCEPTED = 64  # connections in one turn of the event loop
 RETRY_S = 0.5  # until connections are accepted again, where there is no room for more
-ROOM = 0.75  # of the files that a process may have open, for its connections: one that has no room
-# for a file it is sent has lost its channel
+# Share of the files that a process may open, for its connections: one that has no room for a file
+# that it is sent loses its channel
+ROOM = 0.75
 
 
 @dataclass(slots=True, eq=False)
@@ -51,18 +52,18 @@ class Worker:
 
     process: BaseProcess
     channel: Channel[FromWorker]
-    ready: asyncio.Event = field(default_factory=asyncio.Event)  # or ended
+    ready: asyncio.Event = field(default_factory=asyncio.Event)  # set at its end, too
     ended: bool = False
-    given: int = 0  # connections
-    connections: int = 0  # that it still has
+    given: int = 0  # connections so far
+    connections: int = 0  # that are open
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class PendingCounts:
     """Metrics of all other processes that one has asked for."""
 
     worker: Worker
-    number: int  # that it calls them by
+    number: int  # of its question
     missing: set[Worker]
     counts: list[Counts] = field(default_factory=list)
 
@@ -77,9 +78,9 @@ class Supervisor:
     Attributes:
         engine: its process.
         room: connections that a process may have.
-        draining: the server ends.
-        engine_ended: it does because the engine has.
-        error: why else, if not for a signal.
+        draining: the server is ending.
+        engine_ended: it ends because its engine has ended.
+        error: reason why it ends; None for a signal or the end of the engine.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Supervisor:
         self.error: LowbitError | None = None
         self._settings, self._listening, self._start_engine = settings, listening, start_engine
         self._workers: list[Worker] = []
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, PendingCounts] = {}
         self._numbers = itertools.count(1)
         self._engine_started = time.monotonic()
         self._retry: asyncio.TimerHandle | None = None
@@ -113,7 +114,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         tasks: list[asyncio.Task[None]] = []
         try:
-            self._start_workers()  # which a signal may end half way
+            self._start_workers()  # a signal may interrupt it
             hearing = [asyncio.create_task(self._hear(each)) for each in self._workers]
             tasks = [*hearing, asyncio.create_task(self._watch_engine())]
             for each in self._workers:
@@ -199,7 +200,7 @@ class Supervisor:
             case AskCounts(number):
                 others = {each for each in self._workers if not (each.ended or each is worker)}
                 own = next(self._numbers)
-                self._asked[own] = Asked(worker, number, others)
+                self._asked[own] = PendingCounts(worker, number, others)
                 for each in others:
                     each.channel.send(AskCounts(own))
                 self._answer(own)
@@ -227,7 +228,7 @@ class Supervisor:
         self._drain()
 
     def _drain(self) -> None:
-        if self.draining:  # a second word of it would end them at once
+        if self.draining:  # a second Drain would end them at once
             return
         self.draining = True
         for each in self._workers:

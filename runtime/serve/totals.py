@@ -46,7 +46,7 @@ class Totals:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Let no other process decide meanwhile; the system frees the lock of one that ends."""
+        """Hold a lock of all processes; the system frees that of a process that ends."""
         import fcntl  # not on Windows
 
         fcntl.lockf(self._memory.descriptor, fcntl.LOCK_EX)

@@ -256,7 +256,7 @@ def picture_of(span: ImageSpan) -> Picture:
 
 
 def _shown(found: Picture) -> ShownPicture:
-    # Those that go along are here no more: a request is kept as long as its answer.
+    # The request, which lives as long as its answer, does not keep pixels that are sent.
     pixels = shown_pixels(found) if found.goes_along else None
     content = None
     if found.pixels is None and isinstance(found.file, StoredFile):
@@ -265,7 +265,7 @@ def _shown(found: Picture) -> ShownPicture:
 
 
 def shown_pixels(found: Picture) -> ShownPixels | None:
-    """Pixels of a picture as a message has them, which has them no more; None if it has none."""
+    """Take the shared pixels of a picture for a message; None if it has none."""
     pixels = found.take_pixels()
     if pixels is None or not isinstance(pixels.rgb, SharedBytes):
         return None

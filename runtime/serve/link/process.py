@@ -174,7 +174,7 @@ def begin_process(follows: bool) -> bool:
 
 
 def flush_logs() -> None:
-    """Write what is left of the log; multiprocessing leaves such things out."""
+    """Write what is left of the log: a process of multiprocessing runs no exit handlers."""
     logging.shutdown()
     sys.stderr.flush()
 
