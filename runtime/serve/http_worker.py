@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from lowbit.formats.errors import ResourceError
+from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.machine.system import explained
 from lowbit.formats.printable import printable
 from lowbit.runtime.serve.app import build_app
-from lowbit.runtime.serve.errors import of_bug
 from lowbit.runtime.serve.link.channel import Channel, SharedSocket
 from lowbit.runtime.serve.link.messages import Facts, FromEngine, problem_of
 from lowbit.runtime.serve.link.process import begin_process, first_of, flush_logs
@@ -189,7 +188,12 @@ def _serve(channel: Channel[ToWorker], settings: ServeSettings, row: int) -> boo
         model = served_model(facts, load_prompts(facts))
     except Exception as error:
         trace = printable("".join(traceback.format_exception(error)), keep="\n")
-        channel.send(Failed(problem_of(explained(error) or of_bug(error)), trace))
+        found = explained(error)
+        if found is None:
+            log.exception("an HTTP process could not start")
+            reason = f"an HTTP process could not start: {type(error).__name__}"
+            found = LowbitError(reason, hint="see the log")
+        channel.send(Failed(problem_of(found), trace))
         return True
     gc.collect()
     gc.freeze()  # a full collection takes 0.2 s to look through libraries

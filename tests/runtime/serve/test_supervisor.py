@@ -14,11 +14,11 @@ import pytest
 from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.runtime.engine.stats import OfSource, Speculated
 from lowbit.runtime.images.shared import SharedBytes
-from lowbit.runtime.serve import service
+from lowbit.runtime.serve import http_worker, service
 from lowbit.runtime.serve import supervisor as module
-from lowbit.runtime.serve.link.channel import Channel
+from lowbit.runtime.serve.link.channel import Channel, SharedSocket
 from lowbit.runtime.serve.link.messages import FromEngine, problem_of
-from lowbit.runtime.serve.link.process import EngineProcess
+from lowbit.runtime.serve.link.process import EngineProcess, first_of
 from lowbit.runtime.serve.link.workers import (
     AskCounts,
     Closed,
@@ -27,6 +27,7 @@ from lowbit.runtime.serve.link.workers import (
     Drain,
     End,
     Failed,
+    FromWorker,
     Ready,
     Start,
     ToWorker,
@@ -35,6 +36,7 @@ from lowbit.runtime.serve.metrics import Collector, Counts, Metrics, new_registr
 from lowbit.runtime.serve.server import listen
 from lowbit.runtime.serve.settings import ServeSettings
 from lowbit.runtime.serve.supervisor import Supervisor
+from lowbit.runtime.serve.totals import new_totals
 
 
 @dataclass(eq=False)
@@ -263,6 +265,30 @@ def test_a_process_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyP
             assert error.__notes__ == ["in worker"]
 
     run(work)
+
+
+def test_a_bug_at_the_start_of_a_process_is_logged_and_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(http_worker, "_engine_of", broken)
+    ours, theirs = socket.socketpair()
+    engine, its_end = socket.socketpair()
+    channel = Channel[FromWorker](ours, FromWorker)
+    channel.send(Start(SharedSocket.of(engine), new_totals(1), 0))
+    worker = Channel[ToWorker](theirs, ToWorker)
+    assert http_worker._serve(worker, ServeSettings(("none",)), 0)
+    worker.close()
+    first = first_of(channel)
+    told = asyncio.run(first)
+    channel.close()
+    its_end.close()
+    assert isinstance(told, Failed)
+    assert told.problem.message == "an HTTP process could not start: ZeroDivisionError"
+    assert "in broken\n" in told.trace
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_a_start_that_fails_half_way_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
