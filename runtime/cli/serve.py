@@ -320,12 +320,12 @@ def _serve_by_workers(
             engine = supervisor.engine  # another may have followed
     finally:
         hung = not engine.stop()
-    if hung:
-        sys.exit(1)  # as the log says
     if supervisor.engine_ended:
         raise _engine_ended(engine)
     if supervisor.error is not None:
         raise supervisor.error
+    if hung:
+        sys.exit(1)  # as the log says
 
 
 def _note_loaded(settings: ServeSettings, facts: "Facts") -> None:
