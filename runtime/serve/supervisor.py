@@ -47,7 +47,7 @@ ROOM = 0.75
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class HttpProcess:
     """An HTTP process."""
 
     process: BaseProcess
@@ -62,9 +62,9 @@ class Worker:
 class PendingCounts:
     """Metrics of all other processes that one has asked for."""
 
-    worker: Worker
+    worker: HttpProcess
     number: int  # of its question
-    missing: set[Worker]
+    missing: set[HttpProcess]
     counts: list[Counts] = field(default_factory=list)
 
 
@@ -103,7 +103,7 @@ class Supervisor:
         self.draining = self.engine_ended = False
         self.error: LowbitError | None = None
         self._settings, self._listening, self._start_engine = settings, listening, start_engine
-        self._workers: list[Worker] = []
+        self._workers: list[HttpProcess] = []
         self._asked: dict[int, PendingCounts] = {}
         self._numbers = itertools.count(1)
         self._engine_started = time.monotonic()
@@ -149,7 +149,7 @@ class Supervisor:
             except BaseException:
                 channel.close()  # which ends one that has been started nevertheless
                 raise
-            worker = Worker(process, channel)
+            worker = HttpProcess(process, channel)
             self._workers.append(worker)
             engine = SharedSocket.of(self.engine.others.pop())
             worker.channel.send(Start(engine, totals, created))
@@ -182,7 +182,7 @@ class Supervisor:
         loop.remove_reader(self._listening)
         self._retry = loop.call_later(RETRY_S, loop.add_reader, self._listening, self._accept)
 
-    async def _hear(self, worker: Worker) -> None:
+    async def _hear(self, worker: HttpProcess) -> None:
         """Follow an HTTP process until it ends."""
         try:
             async for message in worker.channel.receive():
@@ -191,7 +191,7 @@ class Supervisor:
             log.exception("a message of an HTTP process could not be followed")
         await self._ended(worker)
 
-    def _obey(self, worker: Worker, message: FromWorker) -> None:
+    def _obey(self, worker: HttpProcess, message: FromWorker) -> None:
         match message:
             case Ready():
                 worker.ready.set()
@@ -234,7 +234,7 @@ class Supervisor:
         for each in self._workers:
             each.channel.send(Drain())
 
-    async def _ended(self, worker: Worker) -> None:
+    async def _ended(self, worker: HttpProcess) -> None:
         """Note the end of a process, and why."""
         worker.ended = True
         worker.channel.close()
