@@ -56,7 +56,7 @@ def noted(seeing: Running, monkeypatch: pytest.MonkeyPatch) -> Noted:
     return texts, sent
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def urls() -> Iterator[str]:
     """Data URLs of images that the server has not seen: each test draws others."""
     return (
