@@ -174,7 +174,8 @@ class Vision:
         while True:
             work = self._cut_of(picture)
             yield from _until_done(work)
-            self._cuts.pop(picture.digest, None)
+            if self._cuts.get(picture.digest) is work:  # and no newer one
+                del self._cuts[picture.digest]
             if (found := work.result().take()) is not None:
                 return found
 

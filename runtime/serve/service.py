@@ -289,13 +289,13 @@ class Service:
         Raises:
             ApiError: 429 where the queue is full, 503 while the server ends or the engine is gone.
         """
-        record, tokenizer = record_of(http), self.model.tokenizer
+        record, logs, prompts = record_of(http), self.settings.log_prompts, list[str]()
+        if logs:  # before other processes wait
+            each_once = dict.fromkeys(each.prompt for each in requests)
+            prompts = [self.model.tokenizer.text.decode(ids) for ids in each_once]
         with self._deciding():
             self.check_open(len(requests), record.client)
-            logs = self.settings.log_prompts
-            if logs:
-                prompts = dict.fromkeys(each.prompt for each in requests)
-                record.prompts = [tokenizer.text.decode(ids) for ids in prompts]
+            record.prompts = prompts
             answers = Answers(http, record, self.settings.request_timeout_s, logs)
             self.engine.begin(answers, requests, constraints)
             return answers

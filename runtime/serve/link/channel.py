@@ -27,6 +27,7 @@ LENGTH = 4  # bytes before each message
 READ = 1 << 18  # bytes that are read at once
 MOST_FILES = 253  # that Linux sends at once
 FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # processes that this one starts get no files
+FILES_S = 0.001  # until files are sent again
 Received = TypeVar("Received")
 
 
@@ -205,6 +206,9 @@ class Channel(Generic[Received]):
                     await room.wait()
                 finally:
                     loop.remove_writer(self._number)
+                if self._waiting and self._waiting[0].files:
+                    # The socket may have room all the while, but the system for no more files.
+                    await asyncio.sleep(FILES_S)
         finally:
             self._writing = None
 

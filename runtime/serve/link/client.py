@@ -18,7 +18,7 @@ from lowbit.runtime.engine.stream import Answer
 from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.errors import of_bug
 from lowbit.runtime.serve.link.channel import Channel
-from lowbit.runtime.serve.link.files import file_found
+from lowbit.runtime.serve.link.files import send_file
 from lowbit.runtime.serve.link.messages import (
     AskFile,
     AskLoad,
@@ -273,7 +273,7 @@ class EngineClient:
         picture = next((picture_of(each) for each in spans if each.digest == digest), None)
         if picture is not None:
             with suppress(RuntimeError):  # no thread can be started: the engine asks again
-                self.loop.run_in_executor(None, lambda: self._channel.send(file_found(picture)))
+                self.loop.run_in_executor(None, send_file, self._channel, picture)
                 return
         self._channel.send(FileFound(digest))
 

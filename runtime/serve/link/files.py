@@ -6,6 +6,7 @@ import time
 from collections import deque
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.machine.system import explained
@@ -42,11 +43,24 @@ def file_found(picture: Picture) -> FileFound:
         except OSError:  # no memory or no descriptor is left
             return FileFound(digest, content=content)
     except BaseException as error:
-        found = explained(error)
-        if found is None:
-            log.exception("the file of a picture could not be sent")
-            found = LowbitError("the file of a picture could not be sent", hint="see the log")
-        return FileFound(digest, problem=problem_of(found))
+        return _failed(digest, error)
+
+
+def send_file(channel: Channel[Any], picture: Picture) -> None:
+    """Send the file or the pixels of a picture, or why that cannot be done."""
+    try:
+        channel.send(file_found(picture))
+    except BaseException as error:  # such as too little memory for the message
+        channel.send(_failed(picture.digest, error))
+
+
+def _failed(digest: bytes, error: BaseException) -> FileFound:
+    """The message that a file cannot be sent."""
+    found = explained(error)
+    if found is None:
+        log.error("the file of a picture could not be sent", exc_info=error)
+        found = LowbitError("the file of a picture could not be sent", hint="see the log")
+    return FileFound(digest, problem=problem_of(found))
 
 
 @dataclass(slots=True, eq=False)

@@ -127,12 +127,16 @@ def start_engine(load: "Callable[[], Model]", others: int = 0) -> EngineProcess:
         others: number of HTTP sides beside the caller.
     """
     pairs = [socket.socketpair() for _ in range(1 + others)]
+    ours = [each for each, _ in pairs]
     try:
         process = start_process(_run, [theirs for _, theirs in pairs], load, name="lowbit-engine")
+    except BaseException:
+        for each in ours:
+            each.close()
+        raise
     finally:
         for _, theirs in pairs:
             theirs.close()
-    ours = [each for each, _ in pairs]
     return EngineProcess(process, Channel(ours[0], FromEngine), ours[1:])
 
 

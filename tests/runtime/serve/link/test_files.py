@@ -14,7 +14,7 @@ from lowbit.runtime.images.picture import Picture
 from lowbit.runtime.images.pixels import Pixels
 from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.serve.link import files as module
-from lowbit.runtime.serve.link.files import RemoteFile, RemoteFiles, file_found
+from lowbit.runtime.serve.link.files import RemoteFile, RemoteFiles, file_found, send_file
 from lowbit.runtime.serve.link.messages import AskFile, FileFound
 from tests.runtime.images.pictures import SETTINGS
 from tests.runtime.serve.conftest import until
@@ -161,6 +161,14 @@ def test_a_file_that_the_system_cannot_share_is_sent_itself(
     assert found.content is None
     monkeypatch.setattr(SharedBytes, "of", Mock(side_effect=OSError))
     assert file_found(picture) == FileFound(D, content=b"file")
+
+
+def test_a_message_that_cannot_be_sent_is_an_error_of_the_answer() -> None:
+    """Nobody would answer the engine else, which asks while anybody waits."""
+    channel = Mock(send=Mock(side_effect=[MemoryError, None]))
+    send_file(channel, Picture(StoredFile(b"file"), SETTINGS, 1, 1, D))
+    found = channel.send.call_args.args[0]
+    assert "memory" in str(found.problem.error())
 
 
 def test_pixels_are_sent_in_place_of_a_file_once() -> None:
