@@ -147,8 +147,8 @@ FASTER_ROUNDED = 16  # answers together, beyond which linears with rounded input
 @count_option(
     "--http-workers",
     default=1,
-    help="Processes that read requests and write answers, before one engine; more than one where one "
-    "has a core to itself and is busy all the time, as `top` shows.",
+    help="Processes that read requests and write answers, before one engine; more where one has a "
+    "core to itself and is busy all the time, as `top` shows.",
     most=MOST_HTTP_WORKERS,
 )
 @click.option(
