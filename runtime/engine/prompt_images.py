@@ -70,9 +70,9 @@ class PromptImages:
         Args:
             beside: start of the image that is being made, which does not count.
         """
-        free, self.full = self._free(beside), False
-        while free > 0 and self._ahead:
-            span = self._ahead[0]
+        free, self.full, ahead = self._free(beside), False, self._ahead
+        while free > 0 and ahead:
+            span = ahead[0]
             if not (_is_made(span) or span.start in self._made):
                 future = span.embeddings.prepare()  # type: ignore[union-attr]
                 if future is None:
@@ -80,7 +80,7 @@ class PromptImages:
                     return
                 self._begun[span.start] = future
                 free -= not _has_embeddings(future)
-            self._ahead.popleft()
+            ahead.popleft()
 
     def _free(self, beside: int | None = None) -> int:
         """Images that may be begun now; none where one has failed, which ends the request."""
@@ -100,13 +100,17 @@ class PromptImages:
     @property
     def late(self) -> bool:
         """True until the prompt can be given room: it waits, or more is to be begun."""
-        while self._ahead and _is_made(self._ahead[0]):
-            self._ahead.popleft()
-        more = bool(self._ahead) and not self.full and self._free() > 0
+        ahead = self._ahead
+        while ahead and _is_made(ahead[0]):
+            ahead.popleft()
+        more = bool(ahead) and not self.full and self._free() > 0
         return more or bool(self.waits())
 
     def leave(self) -> None:
-        """Let go of what threads do for the prompt, from any thread: it has been cancelled."""
+        """Let go of what threads do for the prompt, from any thread: it has been cancelled.
+
+        The engine's own thread may be in any other method, which looks at each field once.
+        """
         self._ahead, self._begun, self._ended, self._work = deque(), {}, {}, None
 
     def make(
@@ -128,14 +132,15 @@ class PromptImages:
             source = span.embeddings
             if not callable(source) or span.start in self._made:
                 continue
-            if self._work is None:
-                self._work = source()
+            work, self._work = self._work, None  # forgotten if it raises
+            if work is None:
+                work = source()
                 if not self.prepared:
                     self.prepare(span.stop)
-                while self._ahead and self._ahead[0].start <= span.start:
-                    self._ahead.popleft()
+                ahead = self._ahead
+                while ahead and ahead[0].start <= span.start:
+                    ahead.popleft()
                 self.begin_ahead(beside=span.start)
-            work, self._work = self._work, None  # forgotten if it raises
             for piece in work:
                 if isinstance(piece, Tensor):
                     check_embeddings(span, piece, self.hidden)

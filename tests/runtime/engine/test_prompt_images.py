@@ -13,8 +13,9 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import LowbitError, RequestError, ResourceError
 from lowbit.runtime.engine import engine
-from lowbit.runtime.engine.prompt_images import images_of
+from lowbit.runtime.engine.prompt_images import PromptImages, images_of
 from lowbit.runtime.engine.span import ImageSpan
+from lowbit.runtime.images.positions import positions_of
 from tests.runtime.engine.small_engine import assert_all_free
 from tests.runtime.engine.test_images import (
     CAT,
@@ -465,3 +466,25 @@ def test_what_is_done_for_images_grows_with_their_number() -> None:
             images.begin_ahead()
         assert images.make(0, count)
     assert 0 < looks[200] <= 2.1 * looks[100]
+
+
+@pytest.mark.parametrize("left_in", ["is_made", "prepare"])
+def test_a_request_may_be_cancelled_at_any_point_of_a_step(
+    left_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the thread of its client; a step that failed would end all requests."""
+    pair = [ImageSpan(at, 1, 1, torch.zeros(1, 4), b"") for at in (0, 1)]
+    spans = tuple(replace(each, embeddings=Tower(each, cut=Future())) for each in pair)
+    images = PromptImages(spans, positions_of(3, spans), 4)
+    found = getattr(Tower, left_in)
+
+    def leaving(tower: Tower) -> object:
+        images.leave()
+        return found(tower)
+
+    monkeypatch.setattr(Tower, left_in, leaving)
+    for ask in (lambda: images.late, images.begin_ahead):
+        images.prepare(0)
+        ask()
+    images.prepare(0)
+    assert not images.make(0, 2, others=True)
