@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowbit.formats.errors import LowbitError
+from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.machine.system import explained
 from lowbit.runtime.images.file import GoesOn
 from lowbit.runtime.images.picture import Picture
@@ -26,6 +26,7 @@ from lowbit.runtime.serve.link.messages import (
 log = logging.getLogger("lowbit.serve")
 LOOK_S = 0.1  # between two checks that somebody still waits
 ANY = 0  # in place of an answer's number: any that shows the picture
+SILENT_S = 20.0  # until a side that answers nothing, such as a stopped process, is asked no more
 AGAIN_S = 0.05  # until a file is asked for again that no answer showed any more
 
 
@@ -79,6 +80,7 @@ class RemoteFiles:
     _waiting: dict[bytes, deque[Future[FileFound | None]]] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _closed: bool = False
+    _silent: bool = False  # it has not answered for SILENT_S, and nothing since
 
     def __post_init__(self) -> None:
         """Join the other sides."""
@@ -91,6 +93,7 @@ class RemoteFiles:
     def settle(self, found: FileFound) -> None:
         """Hand a file to the first who waits for it: its bytes can be taken once."""
         with self._lock:
+            self._silent = False
             waiting = self._waiting.get(found.digest)
             if waiting is None:
                 return
@@ -116,6 +119,7 @@ class RemoteFiles:
 
         Raises:
             LowbitError: the HTTP side cannot send it.
+            ResourceError: it does not answer.
         """
         while True:
             # A copy: the event loop adds and removes sides meanwhile.
@@ -129,6 +133,10 @@ class RemoteFiles:
             # The answer that showed it was cancelled. One that has joined since shows it, too.
             if not answered or not goes_on():
                 raise CancelledError
+            if self._silent:  # else all other images would wait for it
+                raise ResourceError(
+                    "the process that has an image does not answer", hint="restart the server"
+                )
             time.sleep(AGAIN_S)
 
     def _ask(self, number: int, digest: bytes, goes_on: GoesOn) -> FileFound | None:
@@ -137,14 +145,21 @@ class RemoteFiles:
         with self._lock:
             if self._closed:
                 return None
+            if self._silent:
+                return FileFound(digest)
             self._waiting.setdefault(digest, deque()).append(asked)
         self.channel.send(AskFile(number, digest))
+        until = time.monotonic() + SILENT_S
         while True:
             try:
                 return asked.result(LOOK_S)
             except TimeoutError:
                 if not goes_on():
                     raise CancelledError from None
+            if time.monotonic() > until:
+                log.error("an HTTP process sends no file of an image, and is asked no more")
+                self._silent = True
+                return FileFound(digest)
 
 
 def _content_of(found: FileFound) -> bytes | Pixels | None:

@@ -90,6 +90,26 @@ def test_another_http_side_is_asked_that_shows_it_too(thread: Submit) -> None:
     assert not sides
 
 
+def test_a_side_that_answers_nothing_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as a stopped process, whose requests end by no limit of time."""
+    monkeypatch.setattr(module, "SILENT_S", -1.0)
+    sides: list[RemoteFiles] = []
+    stopped = Other(sides=sides)
+    for _ in range(2):
+        with pytest.raises(ResourceError, match="does not answer"):
+            stopped.files.content(4, D, lambda: True)
+    assert stopped.asked == [AskFile(4, D)]  # once, and not again
+    assert len(caplog.records) == 1
+    other = Other(FileFound(D, content=b"file"), sides=sides)
+    assert stopped.files.content(4, D, lambda: True) == b"file"  # it shows the same picture
+    assert other.asked == [AskFile(module.ANY, D)]
+    stopped.files.settle(FileFound(D, content=b"late"))  # it goes on
+    stopped.answers.append(FileFound(D, content=b"own"))
+    assert stopped.files.content(4, D, lambda: True) == b"own"
+
+
 def test_nobody_waits_for_a_file_that_nobody_needs(thread: Submit) -> None:
     other, needed = Other(), threading.Event()
     waiting = thread(other.files.content, 4, D, lambda: not needed.is_set())
