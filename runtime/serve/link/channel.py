@@ -122,6 +122,7 @@ class Channel(Generic[Received]):
         while True:
             for message in self._whole():
                 yield message
+                del message  # what came with it is not kept until the next one comes
             try:
                 count = await self._receive()
             except OSError:
@@ -138,6 +139,7 @@ class Channel(Generic[Received]):
                 message = self._decode(memoryview(buffer)[first + LENGTH : last])
                 first = last
                 yield message
+                del message
         finally:
             del buffer[:first]
 

@@ -127,8 +127,7 @@ class Stepper:
     def __init__(self, model: Model) -> None:
         """Prepare the thread, which `start` starts."""
         self.problem: Problem | None = None
-        self._engine, self._watch = model.engine, ChanceWatch(model.options)
-        self._crew = model.crew
+        self._engine, self._crew, self._watch = model.engine, model.crew, ChanceWatch(model.options)
         self._asked: SimpleQueue[Running | None] = SimpleQueue()
         self._running: list[Running] = []
         self._turned: float | None = None  # when the turn began; None while nobody waits
@@ -385,6 +384,7 @@ class EngineHost:
             connection.channel.send(facts_of(self.model))
             async for message in connection.channel.receive():
                 self._obey(connection, message)
+                del message  # its files are not kept until the next one comes
         except Exception:
             log.exception("a message of the HTTP side could not be followed")
         finally:

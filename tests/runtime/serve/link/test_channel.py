@@ -4,6 +4,7 @@ import asyncio
 import gc
 import socket
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,32 @@ def test_what_is_sent_before_a_loop_runs_is_not_lost() -> None:
 
     assert asyncio.run(run()) == list(range(300_000))
     here.close()
+    there.close()
+
+
+def test_nothing_of_a_message_is_kept_until_the_next_one_comes() -> None:
+    """Files that come with them may be large."""
+    here, there = pair(list[SharedBytes])
+
+    async def run() -> bool:
+        seen: list[weakref.ref[SharedBytes]] = []
+
+        async def read() -> None:
+            async for message in there.receive():
+                seen.append(weakref.ref(message[0]))
+                del message
+
+        reading = asyncio.create_task(read())
+        here.send([SharedBytes.of(b"file")])
+        while not seen:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        kept = seen[0]() is not None
+        here.close()
+        await reading
+        return kept
+
+    assert not asyncio.run(run())
     there.close()
 
 
