@@ -1,6 +1,5 @@
 """`lowbit-run serve`."""
 
-import gc
 import logging
 import os
 import sys
@@ -256,9 +255,8 @@ def _serve_here(
     from lowbit.runtime.serve.served_model import load_prompts, served_model
     from lowbit.runtime.serve.server import (
         Server,
-        allow_connections,
         end_threads,
-        return_large_blocks,
+        tune_process,
     )
     from lowbit.runtime.serve.service import Service
 
@@ -275,11 +273,8 @@ def _serve_here(
     facts = engine.facts()
     try:
         model = served_model(facts, load_prompts(facts))
-        gc.collect()
-        gc.freeze()  # a full collection takes 0.2 s to look through libraries
         set_up_logs()
-        allow_connections()
-        return_large_blocks()
+        tune_process()
         follows = next_engine if settings.restart_engine else None
         service = Service(model, settings, engine.channel, follows)
         _note_loaded(settings, facts)

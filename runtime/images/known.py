@@ -39,7 +39,7 @@ class KnownTexts:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def find(self, file: EncodedFile) -> KnownText | None:
-        """The same text as it came before; None for another one."""
+        """A text that was kept, all of whose characters are the same; None without one."""
         key = _key(file)
         with self._lock:
             found = self._texts.get(key)

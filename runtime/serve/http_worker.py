@@ -1,23 +1,20 @@
 """An HTTP process, of several: it serves the connections that the supervisor hands to it."""
 
 import asyncio
-import gc
 import itertools
 import logging
 import os
 import socket
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.machine.system import explained
-from lowbit.formats.printable import printable
 from lowbit.runtime.serve.app import build_app
 from lowbit.runtime.serve.link.channel import Channel, SharedSocket
 from lowbit.runtime.serve.link.messages import Facts, FromEngine, problem_of
-from lowbit.runtime.serve.link.process import begin_process, first_of, flush_logs
+from lowbit.runtime.serve.link.process import begin_process, first_of, flush_logs, trace_of
 from lowbit.runtime.serve.link.workers import (
     AskCounts,
     Closed,
@@ -35,9 +32,8 @@ from lowbit.runtime.serve.metrics import Counts
 from lowbit.runtime.serve.served_model import load_prompts, served_model
 from lowbit.runtime.serve.server import (
     Server,
-    allow_connections,
     end_threads,
-    return_large_blocks,
+    tune_process,
 )
 from lowbit.runtime.serve.service import Service, Siblings
 from lowbit.runtime.serve.settings import ServeSettings
@@ -187,18 +183,14 @@ def _serve(channel: Channel[ToWorker], settings: ServeSettings, row: int) -> boo
         engine, facts = asyncio.run(_engine_of(start.engine))
         model = served_model(facts, load_prompts(facts))
     except Exception as error:
-        trace = printable("".join(traceback.format_exception(error)), keep="\n")
         found = explained(error)
         if found is None:
             log.exception("an HTTP process could not start")
             reason = f"an HTTP process could not start: {type(error).__name__}"
             found = LowbitError(reason, hint="see the log")
-        channel.send(Failed(problem_of(found), trace))
+        channel.send(Failed(problem_of(found), trace_of(error)))
         return True
-    gc.collect()
-    gc.freeze()  # a full collection takes 0.2 s to look through libraries
-    allow_connections()
-    return_large_blocks()
+    tune_process()
     supervised = Supervised(channel)
     siblings = Siblings(Totals(start.totals, row), supervised.counts)
     service = Service(

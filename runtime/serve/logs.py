@@ -225,12 +225,13 @@ class ThreadedHandler(logging.Handler):
             while written < len(left):
                 piece = memoryview(left)[written : end_of_piece(left, written)]
                 try:
-                    written += os.write(self._descriptor, piece)
+                    count = os.write(self._descriptor, piece)
                 except OSError:  # the reader is gone, and no place is left to say so
-                    break
-            with self._changed:
-                self._bytes -= len(left)
-                self._changed.notify_all()
+                    count = len(left) - written
+                written += count
+                with self._changed:
+                    self._bytes -= count
+                    self._changed.notify_all()
 
 
 def end_of_piece(lines: bytes, first: int) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import gc
 import logging
 import signal
 import socket
@@ -52,6 +53,14 @@ def most_files() -> int:
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def tune_process() -> None:
+    """Prepare a process that speaks HTTP, once it has loaded what it needs."""
+    gc.collect()
+    gc.freeze()  # a full collection takes 0.2 s to look through libraries
+    allow_connections()
+    return_large_blocks()
 
 
 def return_large_blocks() -> None:

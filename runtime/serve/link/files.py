@@ -158,7 +158,8 @@ class RemoteFiles:
                     raise CancelledError from None
             if time.monotonic() > until:
                 log.error("an HTTP process sends no file of an image, and is asked no more")
-                self._silent = True
+                with self._lock:
+                    self._silent = True
                 return FileFound(digest)
 
 

@@ -183,6 +183,11 @@ def flush_logs() -> None:
     sys.stderr.flush()
 
 
+def trace_of(error: BaseException) -> str:
+    """Traceback of an error, for the process that started this one."""
+    return printable("".join(traceback.format_exception(error)), keep="\n")
+
+
 async def first_of(channel: Channel[Received]) -> Received | None:
     """The first message of a channel; None if it ends without one."""
     async with contextlib.aclosing(channel.receive()) as messages:
@@ -219,8 +224,7 @@ def _serve(channels: Sequence[Channel[ToEngine]], load: "Callable[[], Model]") -
         if found is None:
             log.exception("the model could not be loaded")
             found = of_bug(error)
-        trace = printable("".join(traceback.format_exception(error)), keep="\n")
-        channels[0].send(NotLoaded(problem_of(found), trace))
+        channels[0].send(NotLoaded(problem_of(found), trace_of(error)))
         return True
     from lowbit.runtime.serve.link.host import EngineHost  # needs torch, as the loaded model does
 

@@ -66,7 +66,7 @@ def test_what_a_prompt_may_take_over() -> None:
 
 
 def test_what_may_be_taken_over_is_what_a_plain_search_finds() -> None:
-    """Of cuts and snapshots at random: up to `fresh` both must have been cut alike."""
+    """Random cuts and snapshots: up to `fresh` both must have been cut alike."""
     draw = random.Random(3)
 
     def plain(prefix: Prefix, shared: int, recurrent: bool, cuts: Sequence[int]) -> int:

@@ -31,7 +31,7 @@ class Decoder:
 
 
 def copy(text: str) -> str:
-    """The same text as the next request brings it."""
+    """A copy of a text, as the next request brings it."""
     return text.encode().decode()
 
 
@@ -75,7 +75,7 @@ def test_other_spellings_are_the_same_picture(other: str) -> None:
 
 
 def test_texts_that_look_alike_are_different_pictures() -> None:
-    """Of the same length, and the same in all places that are looked at first."""
+    """A text that differs only where nobody looks at first."""
     known = KnownPictures()
     texts, digests = [], []
     for sign in b"abc":

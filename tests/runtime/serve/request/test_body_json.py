@@ -16,7 +16,7 @@ TEXT = "data:image/png;base64," + "iVBORw0KGgo/+A==" * (LONG // 16)
 
 
 def of(read: Any, raw: bytes) -> str:
-    """What a body holds, or the error of reading it, which also tells texts from their repr."""
+    """Content of a body, or the error of reading it; its repr tells texts from other values."""
     try:
         return repr(read(raw))
     except ValueError as error:
