@@ -1,6 +1,7 @@
 """Logits of the original and of its packed form on windows of text, block by block.
 
-transformers' own modules compute in FP32, but the model never exists whole: it is built without
+transformers' own modules compute in FP32 (on some GPUs by products of BF16 parts, whose rounding
+adds 5e-7 to the KL at most, see `products`), but the model never exists whole: it is built without
 storage, and a decoder layer gets its weights only while all windows pass through it. Then the next
 layer. Two sets of hidden states are kept, the original's and the packed model's. A third one is the
 packed model's with inputs in eight bits, where they are asked for; a shorter one is the original's
@@ -20,6 +21,7 @@ from torch import Tensor
 from lowbit.convert.measure.metrics import LogitSums, TokenFigures
 from lowbit.convert.measure.rounded_inputs import input_groups, rounded_inputs
 from lowbit.convert.measure.routing import Routes, Routing, RoutingSums
+from lowbit.convert.original.device import fine_products
 from lowbit.convert.original.experts import recorded_routes
 from lowbit.convert.original.layer import Layer, hooked
 from lowbit.convert.original.model import LayeredModel
@@ -86,7 +88,7 @@ def compare(
     schemes = packed.weights.packed_schemes()
     errors: dict[str, list[Squares]] = {}
     routing = RoutingSums(original.weights.checkpoint.config)
-    with alone_on_threads(device) as pool:
+    with alone_on_threads(device) as pool, fine_products(device):
         hidden = [embed(model, windows, device) for model in models]
         hidden += [hidden[1].clone()] if activations == "int8" else []
         rounded = hidden[0][:noisy].to(torch.bfloat16)

@@ -1,10 +1,11 @@
 """The device that a command names, and the precision of FP32 matrix products there."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
+from lowbit.convert.original.products import gains, in_parts
 from lowbit.formats.machine.gpu import no_gpu
 
 
@@ -39,9 +40,9 @@ def tensor_cores(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Multiply in FP32, for systems of equations."""
-    with _products(device, "highest"):
+def fine_products(device: torch.device) -> Iterator[None]:
+    """Multiply with 16 bits of mantissa or more, for systems of equations and for figures."""
+    with _products(device, "highest"), in_parts() if gains(device) else nullcontext():
         yield
 
 

@@ -57,6 +57,7 @@ SOLVE_BYTES = 32  # for each of N x K: target, rest, steps, codes, slope and cop
 NORMAL_ELEMENTS = 1 << 26  # of the normal equations of the scales of some rows
 NORMAL_BYTES = 12  # for each: equations, factors and a copy
 SMALL_GROUP = 64  # weights that share a scale in those equations
+PARTS_BYTES = 6  # on a GPU for each number that is multiplied in parts
 PRODUCTS_BYTES = 4 << 30  # of batches' moments that threads hold at a time
 
 SCORES = 3  # sets of attention's scores: forward, softmax and gradient
@@ -231,6 +232,8 @@ def calibration_memory(
         solving = [SOLVE_BYTES * N * K for layer in shapes.layers for N, K in layer]
         normals = max(N * (K // SMALL_GROUP) ** 2 for layer in shapes.layers for N, K in layer)
         work += max(solving) + NORMAL_BYTES * min(NORMAL_ELEMENTS, normals)
+        if device != "cpu":
+            work += PARTS_BYTES * (width**2 + max(solving) // SOLVE_BYTES)
     # Sets of hidden states: the original's, the quantized model's, and both before the experts.
     sets = 1 if method.from_original else 4 if shapes.routed else 2
     window = sets * 4 * windows.length * shapes.hidden * 5 // 4
@@ -329,7 +332,7 @@ def logits_peak_bytes(
         a layer: its weights in FP32, the largest of them three times more while it is unpacked,
             inputs and outputs of its linears on the watched windows (of its experts on the tokens
             that are routed to them) and, for every thread, the activations of a batch (4 of the
-            widest linear's rows and 8 h a token);
+            widest linear's rows and 8 h a token), and on a GPU the parts of a product;
         the head: HEAD_ROWS rows of h twice and unpacked, the sums of each token, one more set of
             hidden states, and, for every thread, a block of logits, part of it in FP64.
 
@@ -365,13 +368,17 @@ def _pass_bytes(
     count, T = windows
     tokens = count * T
     # A batch has at least one window, and there are no more batches than windows.
-    batch = min(tokens, max(BATCH_TOKENS[device], T) * workers) * (4 * widest + 8 * h)
+    together = min(tokens, max(BATCH_TOKENS[device], T) * workers)
+    batch = together * (4 * widest + 8 * h)
     calls = math.ceil(min(watched, count) * T * linear_ends(layer, read_config(config).experts))
     in_layer = 4 * (sum(sizes) + 3 * max(sizes) + batch + calls)
+    in_parts = 0 if device == "cpu" else PARTS_BYTES
+    in_layer += in_parts * (max(sizes) + together * max(widest, h))
     rows = min(V, HEAD_ROWS)
     block = min(tokens, HEAD_TOKENS[device] * workers) * rows * 2 * 4
     wide = min(tokens, SUM_TOKENS[device] * workers) * rows * 5 * 8
     in_head = 4 * rows * h * 5 + block + wide + tokens * 14 * 8 * (sets - 1) + tokens * h * 4
+    in_head += in_parts * h * (rows + min(tokens, HEAD_TOKENS[device]))
     states = sets * tokens * h * 4 + min(noisy, count) * T * h * 2
     return (states + max(in_layer, in_head)) * 5 // 4
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.device import full_precision
+from lowbit.convert.original.device import fine_products
 from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.threads import Pool
@@ -141,7 +141,7 @@ class LinearQuantizer:
             schemes: by name, of these linears and maybe of others.
             held: moments on windows held out; None where there are none.
         """
-        with full_precision(self.device):
+        with fine_products(self.device):
             factor = None
             if self.method.codes == "gptq":
                 rows = torch.cat([weights[name] for name in weights])
@@ -175,7 +175,7 @@ class LinearQuantizer:
         if self.method.codes == "rtn":
             return _joined([nearest(rows, scheme, self.rule) for _, rows in blocks])
         moments = head_moments(windows, self.device)
-        with full_precision(self.device):
+        with fine_products(self.device):
             factor = factorize(moments.damped(DAMPINGS[0])) if self.method.codes == "gptq" else None
             return _joined([self._choose(rows, scheme, moments, factor) for _, rows in blocks])
 

@@ -1,0 +1,86 @@
+"""FP32 products of BF16 parts, beside FP64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from lowbit.convert.original import products
+from lowbit.convert.original.products import in_parts, product
+
+LEFT_OUT = 3 * 2.0**-18  # of a term: each operand's rest, and the product of both second parts
+# Of the result's norm, measured on an H200 for 4,096 columns: tensor cores truncate their sums.
+TRUNCATED = 4e-5
+
+Layout = Callable[[Tensor], Tensor]
+LAYOUTS: dict[str, Layout] = {
+    "rows": Tensor.contiguous,
+    "columns": lambda x: x.T.contiguous().T,
+    "a slice": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+    "a slice of columns": lambda x: torch.cat([x, x]).T.contiguous().T[: len(x)],
+}
+
+
+def spread(rows: int, columns: int, seed: int) -> Tensor:
+    """Numbers of many sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    plain = torch.randn(rows, columns, generator=generator)
+    return plain * (3 * torch.randn(rows, columns, generator=generator)).exp()
+
+
+@pytest.mark.parametrize("left", LAYOUTS)
+@pytest.mark.parametrize("right", LAYOUTS)
+@pytest.mark.parametrize("shape", [(7, 33, 5), (1, 1, 1), (3, 0, 2), (0, 4, 2)])
+def test_two_parts_of_each_operand_keep_sixteen_bits(
+    left: str, right: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    M, K, N = shape
+    a, b = LAYOUTS[left](spread(M, K, 1)), LAYOUTS[right](spread(K, N, 2))
+
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        assert a.dtype == b.dtype == torch.bfloat16
+        return a.double() @ b.double()
+
+    monkeypatch.setattr(products, "_multiply", multiply)
+    off = product(a, b) - a.double() @ b.double()
+    assert off.shape == (M, N)
+    assert (off.abs() <= LEFT_OUT * (a.double().abs() @ b.double().abs())).all()
+
+
+def test_what_lies_on_a_cpu_is_multiplied_as_ever() -> None:
+    x, weight, bias = spread(6, 9, 1), spread(4, 9, 2), spread(1, 4, 3)[0]
+
+    def results() -> tuple[Tensor, ...]:
+        added = bias.repeat(6, 1).addmm_(x, weight.T, alpha=-2)
+        return linear(x, weight, bias), x @ weight.T, added
+
+    plain = results()
+    with in_parts():
+        found = results()
+    assert all(map(torch.equal, plain, found))
+
+
+@pytest.mark.gpu
+def test_products_on_a_gpu_are_finer_than_tf32() -> None:
+    x, weight = (torch.randn(rows, 4096, device="cuda") for rows in (96, 80))
+    bias = torch.randn(80, device="cuda")
+    exact = x.double() @ weight.double().T
+    with in_parts():
+        found = {
+            "linear": linear(x, weight),
+            "with a bias": linear(x.view(2, 48, -1), weight, bias=bias).view(96, 80) - bias,
+            "operator": x @ weight.T,
+            "of columns": (weight @ x.T.contiguous()).T,
+            "added": -torch.zeros(96, 80, device="cuda").addmm_(x, weight.T, alpha=-1),
+        }
+        coarse = linear(x.bfloat16(), weight.bfloat16())
+        wide = x.double() @ weight.double().T
+        learned = weight.requires_grad_()
+        slope = torch.autograd.grad(linear(x, learned).sum(), learned)[0]
+    for each in found.values():
+        assert 0 < (each - exact).norm() / exact.norm() < TRUNCATED
+    assert coarse.dtype == torch.bfloat16
+    assert torch.equal(wide, exact)
+    assert slope.shape == weight.shape
