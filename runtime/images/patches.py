@@ -52,7 +52,7 @@ class ImagePatches:
         self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Normalized patches, cut on a device; see `cut`."""
-        return cut(self.pixels.to(device), self.settings, dtype)
+        return cut(self.pixels.to(device, non_blocking=True), self.settings, dtype)
 
 
 def image_patches(
@@ -85,7 +85,9 @@ def cut(pixels: Tensor, settings: ImageSettings, dtype: torch.dtype) -> Tensor:
     rows, columns = height // settings.factor, width // settings.factor
     # Tensors, since a GPU multiplies by the rounded inverse of a number instead of dividing.
     mean, std = (
-        torch.tensor([255 * x for x in each], dtype=torch.float32, device=pixels.device)
+        torch.tensor([255 * x for x in each], dtype=torch.float32).to(
+            pixels.device, non_blocking=True
+        )
         for each in (settings.mean, settings.std)
     )
     channels = pixels.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)

@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from lowbit.formats.architectures import kind_of
+from lowbit.formats.architectures.vision import VisionConfig
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.kv_cache import INT8_CACHE, plain_cache
 from lowbit.formats.layout.packing import PACKED, SCALE, WORD_BITS, packed_words
@@ -40,7 +41,9 @@ from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.engine.vision import open_vision
 from lowbit.runtime.kernels.launch.card import Card
+from lowbit.runtime.kernels.rotate_patches import rotate_patches
 from lowbit.runtime.models.architectures import DRAFTER_BUILD
 from lowbit.runtime.models.draft_output import draft_rows
 from lowbit.runtime.models.layer_parts import last_of
@@ -278,6 +281,13 @@ def send_first_tokens(runner: Runner) -> None:
         runner.begin(ended, torch.empty(shape, dtype=DTYPE, device="meta"))
 
 
+def send_picture(config: VisionConfig) -> None:
+    """Send what a vision tower has kernels of its own for; they are those of any picture."""
+    qkv = torch.empty(1, 3, config.num_heads, config.head_dim, dtype=DTYPE, device="meta")
+    cos, sin = torch.empty(2, 1, config.head_dim // 2, device="meta")
+    rotate_patches(qkv, cos, sin)
+
+
 def work(task: dict[str, Any]) -> dict[str, Any]:
     """Compile what a task asks for.
 
@@ -304,6 +314,9 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         if blocks is not None:
             recurrent = opened.config.linear_layers is not None
             send_rounds(runner, blocks, options.most_drafts(recurrent), params)
+        vision, _ = open_vision(opened.checkpoint)
+        if vision is not None:
+            send_picture(vision.opened.config)
     return {"compiled": dict(tally.compiled), "found": dict(tally.found)}
 
 

@@ -122,15 +122,15 @@ class VisionTower:
         """Input of the first block: [patches, h]."""
         x = self.patches.times(image.values(self.device, self.patches.weight.dtype))
         side, merge = self.config.grid_side, self.config.spatial_merge_size
-        places, shares = interpolation(image.grid, side, merge)
+        places, shares = interpolation(image.grid, side, merge, self.device)
         learned = torch.zeros_like(x, dtype=torch.float32)
-        for place, share in zip(places.to(x.device), shares.to(x.device), strict=True):
+        for place, share in zip(places, shares, strict=True):
             learned += self.positions[place] * share[:, None]
         return x + learned.to(x.dtype)
 
     def each_block(self, x: Tensor, grid: tuple[int, int]) -> Iterator[Tensor | None]:
         """Output of each block [patches, h], from the input of the first; None between pieces."""
-        angles = rotary_angles(grid, self.config).to(x.device)
+        angles = rotary_angles(grid, self.config, x.device)
         cos, sin = angles.cos(), angles.sin()
         size = self._piece(len(x)) if x.device.type == "cpu" else len(x)
         for stored in self.blocks:
@@ -172,9 +172,14 @@ class VisionTower:
         self, block: Block, x: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of patches: [1, heads, N, D] each."""
-        qkv = block.qkv.times(block.norm1.norm(x))
-        q, k, v = qkv.view(len(x), 3, self.config.num_heads, -1).unbind(1)  # [N, heads, D]
-        q, k = (rotate(part, cos, sin) for part in (q, k))
+        qkv = block.qkv.times(block.norm1.norm(x)).view(len(x), 3, self.config.num_heads, -1)
+        if qkv.is_cuda:
+            from lowbit.runtime.kernels.rotate_patches import rotate_patches  # needs triton
+
+            rotate_patches(qkv, cos, sin)
+        q, k, v = qkv.unbind(1)  # [N, heads, D]
+        if not qkv.is_cuda:
+            q, k = (rotate(part, cos, sin) for part in (q, k))
         q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
         return q, k, v
 
@@ -190,16 +195,20 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return mixed[0].transpose(0, 1).reshape(q.shape[2], -1)
 
 
-def places_of(grid: tuple[int, int], merge: int) -> tuple[Tensor, Tensor]:
+def places_of(
+    grid: tuple[int, int], merge: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
     """Row and column of each patch, in the order of squares that become tokens: [N] int64 both."""
-    rows, columns = (torch.arange(count) for count in grid)
+    rows, columns = (torch.arange(count, device=device) for count in grid)
     squares = (grid[0] // merge, merge, grid[1] // merge, merge)
     found = torch.meshgrid(rows, columns, indexing="ij")
     r, c = (part.reshape(squares).transpose(1, 2).flatten() for part in found)
     return r, c
 
 
-def interpolation(grid: tuple[int, int], side: int, merge: int) -> tuple[Tensor, Tensor]:
+def interpolation(
+    grid: tuple[int, int], side: int, merge: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
     """Bilinear interpolation of a square of learned positions; corners lie on its corners.
 
     Args:
@@ -211,8 +220,10 @@ def interpolation(grid: tuple[int, int], side: int, merge: int) -> tuple[Tensor,
         Places in the learned positions [4, patches] int64, and their shares [4, patches] float32.
     """
     taps = []
-    for index, count in zip(places_of(grid, merge), grid, strict=True):
-        place = index.to(torch.float32) * (side - 1) / max(count - 1, 1)
+    for index, count in zip(places_of(grid, merge, device), grid, strict=True):
+        # A tensor, since a GPU multiplies by the rounded inverse of a number instead of dividing.
+        steps = torch.full((), max(count - 1, 1), dtype=torch.float32, device=device)
+        place = index.to(torch.float32) * (side - 1) / steps
         low = place.floor().long()
         share = place - low
         taps.append(((low, 1 - share), ((low + 1).clamp(max=side - 1), share)))
@@ -221,7 +232,9 @@ def interpolation(grid: tuple[int, int], side: int, merge: int) -> tuple[Tensor,
     return places, torch.stack([row[1] * column[1] for row, column in pairs])
 
 
-def rotary_angles(grid: tuple[int, int], config: VisionConfig) -> Tensor:
+def rotary_angles(
+    grid: tuple[int, int], config: VisionConfig, device: torch.device | str = "cpu"
+) -> Tensor:
     """Angles of the pairs of a head: the first half turns by row, the other by column.
 
     Returns:
@@ -229,7 +242,8 @@ def rotary_angles(grid: tuple[int, int], config: VisionConfig) -> Tensor:
     """
     half = config.head_dim // 2
     frequencies = 1.0 / config.rope_theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
-    places = places_of(grid, config.spatial_merge_size)
+    frequencies = frequencies.to(device, non_blocking=True)
+    places = places_of(grid, config.spatial_merge_size, device)
     return torch.cat([place[:, None].to(torch.float32) * frequencies for place in places], dim=1)
 
 
