@@ -28,7 +28,7 @@ from lowbit.convert.original.walk import (
     HEAD_TOKENS,
     blocks,
     embed,
-    load_layer,
+    layers_ahead,
     load_norm,
     pass_through,
 )
@@ -77,13 +77,16 @@ def measured_costs(
     base = {fused: _base(given) for fused, given in schemes.items()}
     errors: dict[Choice, float] = {}
     meter = Meter(progress, "sensitivity", (len(model.layers) + 1) ** 2)
-    with alone_on_threads(device) as pool, tensor_cores(device):
+    with (
+        alone_on_threads(device) as pool,
+        tensor_cores(device),
+        layers_ahead([model], device) as layers,
+    ):
         quantizer = LinearQuantizer(replace(method, autoround=False), rule, device, pool)
         learned = begin(model, windows[0], device, from_original=True)
         hidden = embed(model, windows[1], device)
         variants: dict[FusedSet, Tensor] = {}
-        for number in range(len(model.layers)):
-            layer = load_layer(model, number, device)
+        for number, layer in enumerate(layers):
             for states in variants.values():
                 pass_through(layer, states, device, pool)
             here = [fused for fused in schemes if fused.layer == number]

@@ -33,7 +33,7 @@ from lowbit.convert.original.walk import (
     SUM_TOKENS,
     blocks,
     embed,
-    load_layer,
+    layers_ahead,
     passing,
     scored_states,
 )
@@ -88,14 +88,18 @@ def compare(
     schemes = packed.weights.packed_schemes()
     errors: dict[str, list[Squares]] = {}
     routing = RoutingSums(original.weights.checkpoint.config)
-    with alone_on_threads(device) as pool, fine_products(device):
+    with (
+        alone_on_threads(device) as pool,
+        fine_products(device),
+        layers_ahead(models, device) as layers,
+    ):
         hidden = [embed(model, windows, device) for model in models]
         hidden += [hidden[1].clone()] if activations == "int8" else []
         rounded = hidden[0][:noisy].to(torch.bfloat16)
         for number in range(len(original.layers)):
             routes = routing.new(windows, noisy)
-            calls = _original_layer(original, number, hidden[0], rounded, watched, pool, routes)
-            layer = load_layer(packed, number, device)
+            calls = _original_layer(next(layers), hidden[0], rounded, watched, pool, routes)
+            layer = next(layers)
             for name in calls:
                 module = f"{packed.prefix}layers.{number}.{name}"
                 if module in schemes and calls[name]:
@@ -127,8 +131,7 @@ def work(
 
 
 def _original_layer(
-    model: LayeredModel,
-    number: int,
+    layer: Layer,
     hidden: Tensor,
     rounded: Tensor,
     watched: int,
@@ -136,7 +139,6 @@ def _original_layer(
     routes: Routes,
 ) -> dict[str, list[Call]]:
     """Pass all windows through a layer of the original; what its linears saw of those watched."""
-    layer = load_layer(model, number, hidden.device)
     first, rest = routes.cut(watched)
     with recorded_linears(layer.module) as calls:
         _pass(layer, hidden[:watched], pool, first)

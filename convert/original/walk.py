@@ -1,7 +1,9 @@
 """The steps of a pass over a model that is never whole in memory: embedding, then layers."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -55,6 +57,21 @@ def load_layer(model: LayeredModel, number: int, device: torch.device) -> Layer:
     }
     module.load_state_dict(weights, assign=True)
     return Layer(module, model.arguments[number])
+
+
+@contextmanager
+def layers_ahead(models: Sequence[LayeredModel], device: torch.device) -> Iterator[Iterator[Layer]]:
+    """The first layer of each model with its weights, in FP32, then the second of each, and so on.
+
+    For a GPU each is read while the one before is used, so that two are there.
+    """
+    numbers = [(model, n) for n in range(len(models[0].layers)) for model in models]
+
+    def load(one: tuple[LayeredModel, int]) -> Layer:
+        return load_layer(*one, device)
+
+    with ThreadPoolExecutor(1, "lowbit-layers") as reader:  # starts no thread before it has work
+        yield ordered(None if device.type == "cpu" else reader, load, numbers, 2)
 
 
 def load_norm(model: LayeredModel, device: torch.device) -> Layer:

@@ -241,9 +241,8 @@ def _make(
         return _Made(block, copied, sums, (0.0, 0.0))
     w = rows.to(device)
     if calibrated is not None and step.module is not None and step.module in calibrated.files:
-        row_range = (block.start, block.start + len(w))
-        chosen = calibrated.rows(step.module, step.scheme, w.shape[1], *row_range)
-        codes, scale = (part.to(device) for part in chosen)
+        here = slice(block.start, block.start + len(w))
+        codes, scale = calibrated.rows(step.module, step.scheme, w.shape[1], here, device)
     else:
         search = search_on(device, step.scheme)
         codes, scale = quantize(w, step.scheme, rule, search)

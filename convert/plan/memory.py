@@ -329,7 +329,8 @@ def logits_peak_bytes(
 
     That of the larger pass, where a pass holds two sets of hidden states, 2 * tokens * h * 4 bytes
     (three with inputs in eight bits), BF16 ones of the noisy windows, and the larger of
-        a layer: its weights in FP32, the largest of them three times more while it is unpacked,
+        a layer: its weights in FP32 (of two on a GPU, where the next is read meanwhile), the
+            largest of them three times more while it is unpacked,
             inputs and outputs of its linears on the watched windows (of its experts on the tokens
             that are routed to them) and, for every thread, the activations of a batch (4 of the
             widest linear's rows and 8 h a token), and on a GPU the parts of a product;
@@ -371,7 +372,8 @@ def _pass_bytes(
     together = min(tokens, max(BATCH_TOKENS[device], T) * workers)
     batch = together * (4 * widest + 8 * h)
     calls = math.ceil(min(watched, count) * T * linear_ends(layer, read_config(config).experts))
-    in_layer = 4 * (sum(sizes) + 3 * max(sizes) + batch + calls)
+    layers = 1 if device == "cpu" else 2  # one is read while another is used
+    in_layer = 4 * (layers * sum(sizes) + 3 * max(sizes) + batch + calls)
     in_parts = 0 if device == "cpu" else PARTS_BYTES
     in_layer += in_parts * (max(sizes) + together * max(widest, h))
     rows = min(V, HEAD_ROWS)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from lowbit.convert.original.progress import Note
@@ -58,11 +59,13 @@ class Calibrated:
     errors: tuple[LayerError, ...]  # of every layer
 
     def rows(
-        self, module: str, scheme: Scheme, K: int, start: int, stop: int
+        self, module: str, scheme: Scheme, K: int, rows: slice, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """Codes [rows, K] int8 and scales [rows, K/G] bfloat16 of some rows of a linear."""
-        words = self.files[module].read_rows(f"{module}.codes", start, stop)
-        scale = self.files[module].read_rows(f"{module}.scale", start, stop)
+        words, scale = (
+            self.files[module].read_rows(f"{module}.{part}", rows.start, rows.stop).to(device)
+            for part in ("codes", "scale")
+        )
         return unpack(words, scheme.bits, K), scale
 
 
