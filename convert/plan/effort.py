@@ -11,10 +11,9 @@ bits by measured costs (.073 .019 .029 with groups); by estimated ones, whose co
 twentieth more; uniform bits by `gptq+rotate` and autoround, which takes 7 to 15 % off; by
 `gptq+rotate` (.103 .042 .046), by `weighted` (.243 .161 .097; estimated costs take an eighth off
 the first), by `rtn` (.427 .219 .145). On a GPU `default` never falls below `gptq` and estimated
-costs, however long that takes. `default` keeps the recipe's groups, with which every product has
-the kernel that it has in uniform bits: on an H200 an 8B is within 1 to 2 % of their speed. Kernels
-for 9 to 64 tokens on Hopper do not take INT4 in groups of 32 and 64: with chosen groups 64
-sequences together are 27 % slower.
+costs, however long that takes. `default` keeps the recipe's groups, with which every product is
+as fast as in uniform bits: on an H200 an 8B is within 1 to 2 % of their speed. With chosen groups
+16 sequences together are 8 % slower, 64 12 %.
 
 The choice is by rates that are constants, so that a command chooses the same on the same machine;
 the times that are told are by a rate that is measured.
