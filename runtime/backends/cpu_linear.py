@@ -48,6 +48,7 @@ PLANE_GROUPS = (32, 64, 128, 256)  # group sizes of the INT4 product
 PLANE_ROWS = 16  # the INT4 product takes N that are multiples
 INT8_COLUMNS = 32  # the INT8 product reads past the end of K where it is not a multiple of 16
 CHUNK_ROWS = 256  # unpacked at a time at load: they stay in cache; a multiple of all BLOCK_ROWS
+CHUNK_BYTES = 1 << 20  # of packed codes reordered at a time
 BLOCK_ROWS = {"AVX512": 64, "AVX2": 32}  # rows in a block of the INT4 product, by CPU capability
 FEW_ROWS = 1024  # of a dense weight, up to which it stays in cache from one token to the next
 CHUNK_WEIGHTS = 1 << 19  # widened at a time for many tokens: 1 MB in BF16, 2 MB in FP32
@@ -226,21 +227,49 @@ def _plane_group(N: int, group_size: int) -> int | None:
 def _planes(w: PackedLinear, group_size: int) -> Planes:
     """Split codes into planes and reorder them for the INT4 product, some rows at a time."""
     planes = -(-w.bits // PLANE_BITS)
-    half = 1 << (planes * PLANE_BITS - 1)  # what unsigned codes of whole planes are more
     # Made at once: small blocks that stay, between larger ones that go, leave the heap in pieces.
     blocks = torch.empty(w.N, planes * w.K // 2, dtype=torch.uint8)
-    for start in range(0, w.N, CHUNK_ROWS):
-        rows = slice(start, start + CHUNK_ROWS)
-        codes = unpack(w.codes[rows], w.bits, w.K).to(torch.int32) + half
+    rows, done = _block_rows(), 0
+    if rows is not None and rows <= w.N and w.bits == planes * PLANE_BITS:
+        done = w.N - w.N % rows
+        _put_blocks(w.codes[:done], blocks[:done].view(-1, planes, w.K, rows // 2))
+    half = 1 << (planes * PLANE_BITS - 1)  # what unsigned codes of whole planes are more
+    for start in range(done, w.N, CHUNK_ROWS):
+        part = slice(start, start + CHUNK_ROWS)
+        codes = unpack(w.codes[part], w.bits, w.K).to(torch.int32) + half
         if planes == 2:
             codes = torch.cat((codes >> PLANE_BITS, codes & 15), dim=1)
-        blocks[rows] = torch._convert_weight_to_int4pack_for_cpu(codes, 2)
+        blocks[part] = torch._convert_weight_to_int4pack_for_cpu(codes, 2)
     scale = w.scales.repeat_interleave(w.group_size // group_size, dim=1).T  # [K / G, N]
     zero = torch.zeros_like(scale)
     if planes == 2:
         scale, zero = torch.cat((16 * scale, scale)), torch.cat((zero, 8 * scale))
     scale_zero = torch.stack((scale, zero), dim=-1).contiguous()
     return Planes(blocks, scale_zero, group_size, planes)
+
+
+def _put_blocks(words: Tensor, blocks: Tensor) -> None:
+    """Reorder packed codes of 4 or 8 bits without unpacking them.
+
+    NumPy takes one core, which beside other work is faster than PyTorch's threads, since these wait
+    for each other at the end of each operation.
+
+    Args:
+        words: [B * R, W] int32, rows of B blocks as `pack` leaves them.
+        blocks: [B, P, K, R / 2] uint8 to fill; see `_block_rows`.
+    """
+    _, planes, K, half = blocks.shape
+    packed = words.contiguous().view(torch.uint8).view(len(blocks), 2, half, -1).numpy()
+    if planes == 1:  # a byte of `packed` holds two columns
+        low, high = (x.numpy() for x in blocks.view(len(blocks), K // 2, 2, half).unbind(2))
+    else:
+        high, low = (x.numpy() for x in blocks.unbind(1))
+    step = max(1, CHUNK_BYTES // packed[:1].nbytes)
+    for start in range(0, len(blocks), step):
+        part = slice(start, start + step)
+        first, second = packed[part, 0], packed[part, 1]  # rows r, and r + R / 2
+        low[part] = ((first & 15) | (second << PLANE_BITS)).swapaxes(1, 2)
+        high[part] = ((first >> PLANE_BITS) | (second & 0xF0)).swapaxes(1, 2)
 
 
 @lru_cache(maxsize=1)

@@ -111,6 +111,23 @@ def test_every_code_survives_the_planes(bits: int) -> None:
     assert torch.equal(torch.cat([linear(row[None], made) for row in eye]).T, expected)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("N", "K"), [(64, 96), (80, 64), (16, 64), (464, 160)])
+def test_codes_lie_as_pytorch_orders_them(
+    bits: int, N: int, K: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With whole blocks alone, rows left over, rows left over alone, and several pieces."""
+    monkeypatch.setattr(cpu_linear, "CHUNK_BYTES", 3 * 64 * 160)
+    w = packed(N, K, bits, 32)
+    made = prepare(w, torch.bfloat16)
+    monkeypatch.setattr(cpu_linear, "_block_rows", lambda: None)  # of no known order
+    expected = prepare(w, torch.bfloat16)
+    assert isinstance(made, Planes)
+    assert isinstance(expected, Planes)
+    assert torch.equal(made.blocks, expected.blocks)
+    assert torch.equal(made.scale_zero, expected.scale_zero)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CAPABILITY == "AVX2", reason="the test above has run with AVX2")
 def test_block_order_of_a_cpu_with_avx2() -> None:
