@@ -16,6 +16,7 @@
 # Output seen:
 #   number: xgrammar keeps all, llguidance keeps all, outlines-core keeps all
 #   number, minimum 0: xgrammar loses 0.0000001, 1e-7, llguidance loses 1e-7, outlines-core keeps all
+#   number, maximum 3.402823669209385e+38: xgrammar loses 0.0000001, 1e-7, llguidance fails, outlines-core keeps all
 #   string: xgrammar keeps all, llguidance keeps all, outlines-core keeps all
 #   string, minLength 1: xgrammar loses "a\nb", "a\tb", "a\"b", "a\\b", llguidance keeps all, outlines-core keeps all
 #   string, pattern ^[^x]*$: xgrammar loses "a\nb", "a\tb", "a\"b", "a\\b", llguidance keeps all, outlines-core keeps all
@@ -79,6 +80,7 @@ values = {
 bounds = (
     ("number", {}),
     ("number", {"minimum": 0}),
+    ("number", {"maximum": 2.0**128}),
     ("string", {}),
     ("string", {"minLength": 1}),
     ("string", {"pattern": "^[^x]*$"}),
