@@ -123,7 +123,7 @@ for release in 0.29.4 0.32.4; do
 done
 "$here/0.32.4/bin/python" -m pip install --quiet --no-deps --target "$here/ggml" pywhispercpp==1.5.1
 for release in 0.29.4 0.32.4; do
-  "$here/$release/bin/python" -W ignore "$here/load.py" "$here" 2> "$here/said" || (cat "$here/said" && exit 1)
+  "$here/$release/bin/python" -W ignore "$here/load.py" "$here" 2> "$here/said" || (cat "$here/said" >&2 && exit 1)
 done > "$here/seen"
 cat "$here/seen"
 sed -n '/^# Output seen/,/^set/s/^#   //p' "$0" | diff - "$here/seen"
