@@ -1,9 +1,9 @@
 """The child process that renders templates, runs tokenizers and tries grammars under limits.
 
-`worker.py` starts this file as a script: it imports nothing of lowbit, writes one JSON line when it
-is ready, and then reads one JSON job a line and writes one JSON reply a line. A timer of the kernel
-ends the process when a job takes too long. Argument: a JSON object
-with `path` (sys.path), `library` (a key of LIBRARIES) and `memory_bytes`.
+`child_process.py` starts this file as a script: it imports nothing of lowbit, writes one JSON line
+when it is ready, and then reads one JSON job a line and writes one JSON reply a line. A timer of
+the kernel ends the process when a job takes too long. Argument: a JSON object with `path`
+(sys.path), `library` (a key of LIBRARIES) and `memory_bytes`.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ class JobError(Exception):
     """A job that failed.
 
     Attributes:
-        kind: `syntax`, `memory`, `output`, `time`, `died` or `failed`, as in `worker.WorkerError`;
-            `start` for a process that cannot do any job.
+        kind: `syntax`, `memory`, `output`, `time`, `died` or `failed`, as in
+            `child_process.WorkerError`; `start` for a process that cannot do any job.
     """
 
     def __init__(self, kind: str, message: str) -> None:

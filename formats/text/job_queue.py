@@ -1,4 +1,4 @@
-"""A child process (`worker.py`) whose jobs an event loop awaits, many at a time.
+"""A child process (`child_process.py`) whose jobs an event loop awaits, many at a time.
 
 They are written one behind another, so that the child begins the next one by itself, and the loop
 reads several replies at once. When a thread waited for each reply, that took half the time of a
@@ -12,26 +12,21 @@ import asyncio
 import contextlib
 import json
 import os
-import subprocess
 import threading
-import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lowbit.formats.errors import LowbitError, ResourceError
-from lowbit.formats.text.worker import (
+from lowbit.formats.text.child_process import (
     MEMORY_BYTES,
     SECONDS,
+    ChildProcess,
     Library,
     WorkerError,
-    end_child,
-    error_of_end,
-    killed,
+    failure_of,
     line_of,
-    not_started,
-    start_child,
     value_of,
 )
 
@@ -43,7 +38,7 @@ SILENT_S = 10.0  # beside the time of a job: for a child to start, or to be ende
 class _Job:
     line: bytes
     reply: asyncio.Future[bytes] | None  # None if nobody waits for it
-    retried: bool = False  # its first child was killed
+    retried: bool = False  # it is done once more
 
 
 class JobQueue:
@@ -59,10 +54,8 @@ class JobQueue:
         self._seconds, self._memory_bytes, self._library = seconds, memory_bytes, library
         self._loop = asyncio.get_running_loop()
         self._jobs: deque[_Job] = deque()  # whose replies have not come, in their order
-        self._child: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize[[subprocess.Popen[bytes]], JobQueue] | None = None
+        self._child: ChildProcess | None = None
         self._input = self._output = -1  # descriptors of the child
-        self._ready = False  # it has reported so
         self._unsent = bytearray()  # jobs, or parts of one, that are not in the pipe yet
         self._pipe_full = False  # the loop waits for room in it
         self._parts: list[bytes] = []  # of a reply whose end has not come
@@ -115,7 +108,7 @@ class JobQueue:
         return ResourceError(f"the process that runs {self._library} has been ended")
 
     def _submit(self, job: _Job) -> None:
-        if self._child is not None and not self._jobs and self._child.poll() is not None:
+        if self._child is not None and not self._jobs and self._child.ended:
             self._stop()  # it was killed from outside between two jobs
         if self._child is None:
             self._start()
@@ -129,25 +122,24 @@ class JobQueue:
             self._write()
 
     def _start(self) -> None:
-        child = start_child(self._library, self._memory_bytes)
-        if child.stdin is None or child.stdout is None:
-            raise not_started(self._library, "it has no pipes")
-        self._child, self._ready = child, False
-        self._end = weakref.finalize(self, end_child, child)
-        self._input, self._output = child.stdin.fileno(), child.stdout.fileno()
+        child = ChildProcess(self._library, self._memory_bytes)
+        if child.process.stdin is None or child.process.stdout is None:
+            raise ResourceError("no process can be started")
+        self._child = child
+        self._input, self._output = child.process.stdin.fileno(), child.process.stdout.fileno()
         for descriptor in (self._input, self._output):
             os.set_blocking(descriptor, False)
         self._loop.add_reader(self._output, self._read)
 
     def _stop(self) -> None:
         """End the child if it has not ended, and forget it."""
-        if self._child is None or self._end is None:
+        if self._child is None:
             return
         self._loop.remove_reader(self._output)
         if self._pipe_full:
             self._loop.remove_writer(self._input)
-        self._end()
-        self._child = self._end = None
+        self._child.end()
+        self._child = None
         self._pipe_full = False
         self._unsent.clear()
         self._parts.clear()
@@ -189,16 +181,18 @@ class JobQueue:
             self._parts.append(rest)
 
     def _handle_line(self, line: bytes) -> None:
-        if self._ready:
+        if self._child is None:
+            return
+        if self._child.ready:
             reply = self._jobs.popleft().reply
             if reply is not None and not reply.done():
                 reply.set_result(line)
             return
-        self._ready = True
-        reason = json.loads(line).get("message")
-        if reason is not None:
+        try:
+            self._child.greet(line)
+        except ResourceError as error:
             self._stop()
-            self._fail_all(not_started(self._library, reason))
+            self._fail_all(error)
 
     def _look_later(self) -> None:
         """Look once the child may have been silent for too long; one timer serves all jobs."""
@@ -214,21 +208,20 @@ class JobQueue:
             self._restart(WorkerError("time", "no answer"))
 
     def _restart(self, error: WorkerError | None = None) -> None:
-        """Start another child for all jobs but the one at hand, which fails.
-
-        It is done once more, too, where its child was killed from outside for the first time.
+        """Start another child for all jobs; the one at hand fails, or is done once more.
 
         Args:
             error: reason to end the child; None for one that has ended.
         """
-        child, ready = self._child, self._ready
+        child = self._child
         self._stop()
-        if error is None:
-            error = error_of_end(0 if child is None else child.returncode)
-        if self._jobs and ready and error.kind == "killed" and not self._jobs[0].retried:
-            self._jobs[0].retried = True
-        elif self._jobs:
-            _fail_one(self._jobs.popleft(), self._failure(error, ready))
+        if self._jobs and child is not None:
+            first = self._jobs[0]
+            failure = failure_of(child.failure(error), self._library, first.retried)
+            if failure is None:
+                first.retried = True
+            else:
+                _fail_one(self._jobs.popleft(), failure)
         left = [job for job in self._jobs if job.reply is not None and not job.reply.done()]
         self._jobs.clear()
         try:
@@ -237,12 +230,6 @@ class JobQueue:
         except LowbitError as problem:
             self._jobs = deque(left)
             self._fail_all(problem)
-
-    def _failure(self, error: WorkerError, ready: bool) -> Exception:
-        """The error of a job whose child has ended, or was never ready."""
-        if not ready:
-            return not_started(self._library, str(error))
-        return killed(self._library, error) if error.kind == "killed" else error
 
     def _fail_all(self, error: Exception) -> None:
         """Fail all jobs."""

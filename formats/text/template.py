@@ -7,8 +7,9 @@ from typing import Any
 
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError, TooLongError
 from lowbit.formats.files.reading import read_text
+from lowbit.formats.text.child_process import WorkerError
 from lowbit.formats.text.settings import SETTINGS_FILE, read_settings
-from lowbit.formats.text.worker import Ask, Worker, WorkerError, blocking
+from lowbit.formats.text.worker import Ask, Worker, blocking
 
 TEMPLATE_FILE = "chat_template.jinja"
 THINKING = "enable_thinking"  # name of the switch in templates

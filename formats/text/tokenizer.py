@@ -11,10 +11,11 @@ from lowbit.formats.errors import CheckpointError, LowbitError, RequestError, To
 from lowbit.formats.files.reading import read_bytes
 from lowbit.formats.files.strict_json import object_of
 from lowbit.formats.text.child import ids_of_marked
+from lowbit.formats.text.child_process import SECONDS, WorkerError
 from lowbit.formats.text.components import is_linear
 from lowbit.formats.text.settings import read_settings
 from lowbit.formats.text.vocabulary import check_vocabulary, complete
-from lowbit.formats.text.worker import SECONDS, Worker, WorkerError
+from lowbit.formats.text.worker import Worker
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HubTokenizer

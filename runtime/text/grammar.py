@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import RequestError
-from lowbit.formats.text.worker import Worker, WorkerError
+from lowbit.formats.text.child_process import WorkerError
+from lowbit.formats.text.worker import Worker
 from lowbit.runtime.text.grammar_source import (
     OWN_LIMITS,
     GrammarSource,

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,19 +15,17 @@ from typing import Any
 import pytest
 
 from lowbit.formats.errors import ResourceError
-from lowbit.formats.text import job_queue
-from lowbit.formats.text import worker as worker_module
-from lowbit.formats.text.job_queue import SILENT_S, JobQueue
-from lowbit.formats.text.worker import (
+from lowbit.formats.text import child_process
+from lowbit.formats.text.child_process import (
     MEMORY_BYTES,
     SECONDS,
     Library,
-    Worker,
     WorkerError,
-    blocking,
     end_child,
     start_child,
 )
+from lowbit.formats.text.job_queue import SILENT_S, JobQueue
+from lowbit.formats.text.worker import Worker, blocking
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -59,7 +58,18 @@ async def kinds(queue: JobQueue, *sources: str) -> list[str]:
 
 def pid_of(queue: JobQueue) -> int:
     assert queue._child is not None
-    return queue._child.pid
+    return queue._child.process.pid
+
+
+async def ask_stopped(queue: JobQueue, *sources: str) -> tuple[int, asyncio.Future[list[str]]]:
+    """Ask a child that is stopped, so that it has a job at hand; its id, and the `kinds`."""
+    child = pid_of(queue)
+    os.kill(child, signal.SIGSTOP)
+    os.waitid(os.P_PID, child, os.WSTOPPED)
+    asked = asyncio.ensure_future(kinds(queue, *sources))
+    while len(queue._jobs) < len(sources):
+        await asyncio.sleep(0)
+    return child, asked
 
 
 def test_jobs_are_answered_in_their_order() -> None:
@@ -101,11 +111,17 @@ def test_a_child_that_was_killed_between_two_jobs_is_replaced() -> None:
 
 
 BEGIN = "import os, resource, signal; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "
+READY = "print('{}', flush=True); input(); "
 
 
 @contextmanager
-def children(monkeypatch: pytest.MonkeyPatch, *codes: str) -> Iterator[list[int]]:
-    """Children that run some code when they get a job, and then usual ones; their ids."""
+def children(
+    monkeypatch: pytest.MonkeyPatch, *codes: str, ready: bool = True
+) -> Iterator[list[int]]:
+    """Children that run some code when they get a job, and then usual ones; their ids.
+
+    With `ready` false they run it at once.
+    """
     pids: list[int] = []
     left = list(codes)
 
@@ -113,15 +129,14 @@ def children(monkeypatch: pytest.MonkeyPatch, *codes: str) -> Iterator[list[int]
         child = start_child(library, memory_bytes)
         if left:
             end_child(child)
-            code = f"{BEGIN}print('{{}}', flush=True); input(); {left.pop(0)}"
+            code = BEGIN + (READY if ready else "") + left.pop(0)
             command = [sys.executable, "-c", code]
             child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         pids.append(child.pid)
         return child
 
     with monkeypatch.context() as patch:
-        patch.setattr(job_queue, "start_child", start)
-        patch.setattr(worker_module, "start_child", start)
+        patch.setattr(child_process, "start_child", start)
         yield pids
 
 
@@ -144,12 +159,7 @@ TWICE = "the process that runs jinja2 was ended from outside twice (SIGKILL)"
 def test_a_job_whose_child_was_killed_is_done_by_another(name: str) -> None:
     async def work(queue: JobQueue) -> None:
         assert await kinds(queue, "a") == ["a"]
-        child = pid_of(queue)
-        os.kill(child, signal.SIGSTOP)  # so that it has the job at hand
-        os.waitid(os.P_PID, child, os.WSTOPPED)
-        asked = asyncio.ensure_future(kinds(queue, "b", "c", ENDLESS, "d"))
-        while len(queue._jobs) < 4:
-            await asyncio.sleep(0)
+        child, asked = await ask_stopped(queue, "b", "c", ENDLESS, "d")
         os.kill(child, signal.Signals[name])
         os.kill(child, signal.SIGCONT)  # which a process that is stopped needs for others to come
         assert await asked == ["b", "c", "time", "d"]
@@ -249,12 +259,7 @@ def test_a_child_that_is_stopped_is_replaced(
         time = loop.time
         assert await kinds(queue, "a") == ["a"]
         monkeypatch.setattr(loop, "time", lambda: time() + late_s)  # another job, much later
-        child = pid_of(queue)
-        os.kill(child, signal.SIGSTOP)
-        os.waitid(os.P_PID, child, os.WSTOPPED)
-        asked = asyncio.ensure_future(kinds(queue, "b", "c"))
-        while len(queue._jobs) < 2:
-            await asyncio.sleep(0)
+        child, asked = await ask_stopped(queue, "b", "c")
         before_s = late_s + SECONDS
         monkeypatch.setattr(loop, "time", lambda: time() + before_s)
         for _ in range(3):
@@ -319,7 +324,7 @@ def test_the_end_of_the_queue_ends_all_jobs() -> None:
             with pytest.raises(ResourceError, match="has been ended"):
                 await loop.run_in_executor(threads, ask, job("d"))
         assert child is not None
-        assert child.returncode is not None
+        assert child.process.returncode is not None
 
     run(work)
 
@@ -327,7 +332,7 @@ def test_the_end_of_the_queue_ends_all_jobs() -> None:
 def test_a_library_that_cannot_be_imported_is_an_error_of_every_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lowbit.formats.text.worker.sys.path", [])
+    monkeypatch.setattr("lowbit.formats.text.child_process.sys.path", [])
 
     async def work(queue: JobQueue) -> None:
         for found in await kinds(queue, "a", "b"):
@@ -336,23 +341,34 @@ def test_a_library_that_cannot_be_imported_is_an_error_of_every_job(
     run(work, library="tokenizers")
 
 
-def test_a_child_that_dies_at_its_start_fails_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    dying = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
-    starts = iter((False, True))
-
-    def start(library: Library, memory_bytes: int) -> subprocess.Popen[bytes]:
-        if next(starts):
-            return start_child(library, memory_bytes)
-        return subprocess.Popen(dying, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    monkeypatch.setattr(job_queue, "start_child", start)
-
+@pytest.mark.parametrize(
+    ("codes", "first"),
+    [
+        ([dying("SIGKILL")], "a"),
+        ([dying("SIGTERM")], "a"),
+        ([dying("SIGKILL")] * 2, TWICE),
+        ([dying("SIGSEGV")], "the process that runs jinja2 cannot start: SIGSEGV"),
+        (["os._exit(3)"], "the process that runs jinja2 cannot start: exit code 3"),
+    ],
+    ids=["killed", "terminated", "killed twice", "crash", "exit"],
+)
+def test_an_end_before_a_child_is_ready_is_one_like_others(
+    codes: list[str], first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def work(queue: JobQueue) -> None:
-        first, *others = await kinds(queue, "a", "b", "c")
-        assert first == "the process that runs jinja2 cannot start: SIGKILL"
-        assert others == ["b", "c"]
+        assert await kinds(queue, "a", "b", "c") == [first, "b", "c"]
 
-    run(work)
+    with children(monkeypatch, *codes, ready=False) as pids:
+        run(work)
+        assert len(pids) == len(codes) + 1
+    worker = Worker()
+    with children(monkeypatch, *codes, ready=False):
+        if first == "a":
+            assert worker.ask(job("a")) == "a"
+        else:
+            with pytest.raises(ResourceError, match=re.escape(first)):
+                worker.ask(job("a"))
+        assert worker.ask(job("b")) == "b"
 
 
 def test_a_coroutine_that_waits_is_no_blocking_function() -> None:

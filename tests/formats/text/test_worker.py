@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from lowbit.formats.text.worker import Worker, WorkerError
+from lowbit.formats.text.child_process import WorkerError
+from lowbit.formats.text.worker import Worker
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -27,8 +28,8 @@ def kind_of(worker: Worker, source: str) -> str:
 
 
 def pid_of(worker: Worker) -> int:
-    assert worker._process is not None
-    return worker._process.pid
+    assert worker._child is not None
+    return worker._child.process.pid
 
 
 def ends(pid: int) -> bool:
@@ -101,10 +102,10 @@ def test_an_interrupt_leaves_no_half_line_behind(
     begin: str, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(self: Worker, line: bytes) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(line[:9])
-        self._process.stdin.flush()
+        assert self._child is not None
+        assert self._child.process.stdin is not None
+        self._child.process.stdin.write(line[:9])
+        self._child.process.stdin.flush()
         raise KeyboardInterrupt
 
     assert worker.ask(job("old")) == "old"
@@ -121,7 +122,7 @@ def test_the_process_ends_when_its_parent_is_killed(source: str) -> None:
         "from lowbit.formats.text.worker import Worker\n"
         "worker = Worker(seconds=1.0)\n"
         f"worker.submit({job(source)!r})\n"
-        "print(worker._process.pid, flush=True)\n"
+        "print(worker._child.process.pid, flush=True)\n"
         "input()\n"
     )
     pipe = subprocess.PIPE

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
-from lowbit.formats.text import job_queue
+from lowbit.formats.text import child_process
 from tests.runtime.serve.conftest import PATHS, Running, post, turns, until
 
 
@@ -36,12 +36,12 @@ def test_the_client_of_a_killed_process_is_answered(
     child = queue._child
     assert child is not None
     if kills == 2:
-        monkeypatch.setattr(job_queue, "start_child", dying)
-    os.kill(child.pid, signal.SIGSTOP)
+        monkeypatch.setattr(child_process, "start_child", dying)
+    os.kill(child.process.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as client:
         asked = client.submit(ask, server, path)
         until(lambda: len(queue._jobs) == 1)
-        os.kill(child.pid, signal.SIGKILL)
+        os.kill(child.process.pid, signal.SIGKILL)
         found = asked.result(60)
     monkeypatch.undo()
     if kills == 1:

@@ -96,7 +96,7 @@ def test_a_trial_that_is_ended_costs_no_process(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def processes() -> list[int]:
-        return [child._process.pid for child in grammars._children if child._process is not None]
+        return [each._child.process.pid for each in grammars._children if each._child is not None]
 
     for each in (grammars.tried, grammars.tried_quickly):
         grammars._trials.clear()
