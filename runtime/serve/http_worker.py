@@ -17,13 +17,16 @@ from lowbit.runtime.serve.link.messages import Facts, FromEngine, problem_of
 from lowbit.runtime.serve.link.process import begin_process, first_of, flush_logs, trace_of
 from lowbit.runtime.serve.link.workers import (
     AskCounts,
+    AskOthers,
     Closed,
     Connect,
     CountsFound,
     Drain,
+    DropOthers,
     End,
     Failed,
     Follow,
+    OthersFound,
     Ready,
     Start,
     ToWorker,
@@ -69,13 +72,16 @@ class Supervised:
         number = next(self._numbers)
         found: asyncio.Future[list[Counts]] = asyncio.get_running_loop().create_future()
         self._asked[number] = found
-        self.channel.send(AskCounts(number))
+        self.channel.send(AskOthers(number))
         try:
             return await found
+        except asyncio.CancelledError:
+            self.channel.send(DropOthers(number))
+            raise
         finally:
             del self._asked[number]
 
-    def found(self, message: CountsFound) -> None:
+    def found(self, message: OthersFound) -> None:
         """Hand on metrics to whoever has asked for them."""
         asked = self._asked.get(message.number)
         if asked is not None and not asked.done():
@@ -131,9 +137,9 @@ class WorkerServer(Server):
                 self.drain()
             case End():
                 self.should_exit = True
-            case AskCounts(number):
-                supervised.channel.send(CountsFound(number, [self._service.metrics.counts]))
-            case CountsFound():
+            case AskCounts():
+                supervised.channel.send(CountsFound(self._service.metrics.counts))
+            case OthersFound():
                 supervised.found(message)
 
     async def _serve_connection(self, connection: socket.socket) -> None:

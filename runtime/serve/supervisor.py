@@ -6,7 +6,6 @@ another server of the same user could take half of them without a word.
 """
 
 import asyncio
-import itertools
 import logging
 import socket
 import time
@@ -22,14 +21,17 @@ from lowbit.runtime.serve.link.messages import FromEngine
 from lowbit.runtime.serve.link.process import EngineProcess, ending_of, start_process
 from lowbit.runtime.serve.link.workers import (
     AskCounts,
+    AskOthers,
     Closed,
     Connect,
     CountsFound,
     Drain,
+    DropOthers,
     End,
     Failed,
     Follow,
     FromWorker,
+    OthersFound,
     Ready,
     Start,
 )
@@ -56,14 +58,13 @@ class HttpProcess:
     ended: bool = False
     given: int = 0  # connections so far
     connections: int = 0  # that are open
+    asked: bool = False  # for its metrics, which it has not said yet
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class PendingCounts:
     """Metrics of all other processes that one has asked for."""
 
-    worker: HttpProcess
-    number: int  # of its question
     missing: set[HttpProcess]
     counts: list[Counts] = field(default_factory=list)
 
@@ -104,8 +105,8 @@ class Supervisor:
         self.error: LowbitError | None = None
         self._settings, self._listening, self._start_engine = settings, listening, start_engine
         self._workers: list[HttpProcess] = []
-        self._asked: dict[int, PendingCounts] = {}
-        self._numbers = itertools.count(1)
+        # By who has asked, and the number of its question
+        self._pending: dict[tuple[HttpProcess, int], PendingCounts] = {}
         self._engine_started = time.monotonic()
         self._retry: asyncio.TimerHandle | None = None
 
@@ -197,27 +198,40 @@ class Supervisor:
                 worker.ready.set()
             case Closed(count):
                 worker.connections -= count
-            case AskCounts(number):
-                others = {each for each in self._workers if not (each.ended or each is worker)}
-                own = next(self._numbers)
-                self._asked[own] = PendingCounts(worker, number, others)
-                for each in others:
-                    each.channel.send(AskCounts(own))
-                self._answer(own)
-            case CountsFound(number, counts):
-                if (asked := self._asked.get(number)) is not None:
-                    asked.missing.discard(worker)
-                    asked.counts += counts
-                    self._answer(number)
+            case AskOthers(number):
+                self._ask_others(worker, number)
+            case DropOthers(number):
+                self._pending.pop((worker, number), None)
+            case CountsFound(counts):
+                worker.asked = False
+                self._note_counts(worker, [counts])
             case Failed(problem, trace):
                 self._fail(problem.error(), trace)
 
-    def _answer(self, number: int) -> None:
-        """Answer a process that has asked for metrics, once all others have said theirs."""
-        asked = self._asked[number]
-        if not asked.missing:
-            del self._asked[number]
-            asked.worker.channel.send(CountsFound(asked.number, asked.counts))
+    def _ask_others(self, worker: HttpProcess, number: int) -> None:
+        """Ask all other processes for their metrics; who has not answered yet says them once."""
+        others = {each for each in self._workers if not (each.ended or each is worker)}
+        self._pending[worker, number] = PendingCounts(others)
+        for each in others:
+            if not each.asked:
+                each.asked = True
+                each.channel.send(AskCounts())
+        self._answer_complete()
+
+    def _note_counts(self, worker: HttpProcess, counts: list[Counts]) -> None:
+        """Add the metrics of a process to those of the others; it has none if it has ended."""
+        for pending in self._pending.values():
+            if worker in pending.missing:
+                pending.missing.remove(worker)
+                pending.counts += counts
+        self._answer_complete()
+
+    def _answer_complete(self) -> None:
+        """Answer each process that has asked for metrics and whose others have all said theirs."""
+        complete = [key for key, pending in self._pending.items() if not pending.missing]
+        for worker, number in complete:
+            pending = self._pending.pop((worker, number))
+            worker.channel.send(OthersFound(number, pending.counts))
 
     def _fail(self, error: LowbitError, trace: str = "") -> None:
         """Let the server end because of an error, once all requests have ended."""
@@ -250,9 +264,9 @@ class Supervisor:
             hint = "the log above says why; a process that the system killed had too little memory"
             self._fail(ResourceError(f"an HTTP process has ended: {ending}", hint))
         worker.ready.set()
-        for number, asked in list(self._asked.items()):
-            asked.missing.discard(worker)
-            self._answer(number)
+        for asker, number in [key for key in self._pending if key[0] is worker]:
+            del self._pending[asker, number]
+        self._note_counts(worker, [])
 
     def _at_signal(self) -> None:
         """Let all requests finish; the next signal ends all processes."""

@@ -35,13 +35,29 @@ class End(Message):
 
 
 class AskCounts(Message):
-    """Ask for metrics, of one process or of all others; `CountsFound` answers."""
+    """Ask an HTTP process for its metrics; `CountsFound` answers."""
+
+
+class CountsFound(Message):
+    """Metrics of an HTTP process."""
+
+    counts: Counts
+
+
+class AskOthers(Message):
+    """Ask for metrics of all other HTTP processes; `OthersFound` answers."""
 
     number: int
 
 
-class CountsFound(Message):
-    """Metrics of a process, or of each of the others."""
+class DropOthers(Message):
+    """Forget a question for metrics: nobody waits any more."""
+
+    number: int
+
+
+class OthersFound(Message):
+    """Metrics of each of the other HTTP processes."""
 
     number: int
     counts: list[Counts]
@@ -64,5 +80,5 @@ class Closed(Message):
     count: int
 
 
-ToWorker = Start | Connect | Follow | Drain | End | AskCounts | CountsFound
-FromWorker = Ready | Failed | Closed | AskCounts | CountsFound
+ToWorker = Start | Connect | Follow | Drain | End | AskCounts | OthersFound
+FromWorker = Ready | Failed | Closed | CountsFound | AskOthers | DropOthers

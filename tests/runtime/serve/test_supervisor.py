@@ -21,13 +21,16 @@ from lowbit.runtime.serve.link.messages import FromEngine, problem_of
 from lowbit.runtime.serve.link.process import EngineProcess, first_of
 from lowbit.runtime.serve.link.workers import (
     AskCounts,
+    AskOthers,
     Closed,
     Connect,
     CountsFound,
     Drain,
+    DropOthers,
     End,
     Failed,
     FromWorker,
+    OthersFound,
     Ready,
     Start,
     ToWorker,
@@ -210,20 +213,72 @@ def test_metrics_are_asked_of_all_others(monkeypatch: pytest.MonkeyPatch) -> Non
     async def work() -> None:
         async with staged(monkeypatch, 3) as stage:
             first, second, third = stage.workers
-            first.channel.send(AskCounts(7))
+            first.channel.send(AskOthers(7))
             for each, tokens in ((second, 10), (third, 100)):
-                asked = await each.next(AskCounts)
-                each.channel.send(CountsFound(asked.number, [counts(tokens)]))
-            found = await first.next(CountsFound)
+                await each.next(AskCounts)
+                each.channel.send(CountsFound(counts(tokens)))
+                await stage.until(lambda: pending_of(stage) in ([1], []))
+            found = await first.next(OthersFound)
             assert found.number == 7
             assert found.counts == [counts(10), counts(100)]
-            first.channel.send(AskCounts(8))
-            asked = await second.next(AskCounts)
-            second.channel.send(CountsFound(asked.number, [counts(1)]))
+            first.channel.send(AskOthers(8))
+            await second.next(AskCounts)
+            second.channel.send(CountsFound(counts(1)))
             await third.next(AskCounts)
             third.end(-9)
-            found = await first.next(CountsFound)
+            found = await first.next(OthersFound)
             assert (found.number, found.counts) == (8, [counts(1)])
+
+    run(work)
+
+
+def pending_of(stage: Stage) -> list[int]:
+    """Processes that each question for metrics waits for."""
+    return [len(each.missing) for each in stage.supervisor._pending.values()]
+
+
+def test_nothing_is_kept_of_questions_to_a_process_that_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        async with staged(monkeypatch, 3) as stage:
+            first, second, silent = stage.workers
+            for number in range(100):
+                first.channel.send(AskOthers(number))
+                await second.next(AskCounts)
+                second.channel.send(CountsFound(counts(1)))
+                await stage.until(lambda: pending_of(stage) == [1])
+                first.channel.send(DropOthers(number))
+                await stage.until(lambda: not pending_of(stage))
+            assert silent.kinds[AskCounts] == 1
+            first.channel.send(AskOthers(100))
+            await second.next(AskCounts)
+            second.channel.send(CountsFound(counts(2)))
+            await stage.until(lambda: pending_of(stage) == [1])
+            silent.channel.send(CountsFound(counts(3)))  # to the first question
+            found = await first.next(OthersFound)
+            assert (found.number, found.counts) == (100, [counts(2), counts(3)])
+            first.channel.send(AskOthers(101))
+            await stage.until(lambda: silent.kinds[AskCounts] == 2)
+            first.end(-9)  # who has asked, as well
+            await stage.until(lambda: not pending_of(stage))
+
+    run(work)
+
+
+def test_a_process_that_waits_no_more_for_metrics_says_so() -> None:
+    async def work() -> None:
+        ours, theirs = socket.socketpair()
+        channel, worker = Channel[FromWorker](ours, FromWorker), Channel[ToWorker](theirs, ToWorker)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await http_worker.Supervised(worker).counts()
+        heard = channel.receive()
+        assert await anext(heard) == AskOthers(1)
+        assert await anext(heard) == DropOthers(1)
+        await heard.aclose()
+        worker.close()
+        channel.close()
 
     run(work)
 
