@@ -46,11 +46,9 @@ if TYPE_CHECKING:
 
     from lowbit.runtime.engine.load_options import LoadOptions
     from lowbit.runtime.engine.model import Model
-    from lowbit.runtime.serve.link.channel import Channel
-    from lowbit.runtime.serve.link.messages import Facts, FromEngine
+    from lowbit.runtime.serve.link.messages import Facts
     from lowbit.runtime.serve.link.process import EngineProcess
 
-log = logging.getLogger("lowbit.serve")
 PORT = 8000
 ANY = "*"  # a name for every name
 QUEUE = 64
@@ -248,45 +246,31 @@ def _serve_here(
     settings: ServeSettings, start_engine: "Callable[[], EngineProcess]", taken: "socket"
 ) -> None:
     """Serve by this process and that of the engine."""
-    import asyncio
-
     from lowbit.runtime.serve.app import build_app
+    from lowbit.runtime.serve.link.engines import Engines
     from lowbit.runtime.serve.logs import set_up_logs
     from lowbit.runtime.serve.served_model import load_prompts, served_model
-    from lowbit.runtime.serve.server import (
-        Server,
-        end_threads,
-        tune_process,
-    )
+    from lowbit.runtime.serve.server import Server, end_threads, tune_process
     from lowbit.runtime.serve.service import Service
 
     engine = start_engine()
-
-    async def next_engine() -> "Channel[FromEngine]":
-        nonlocal engine
-        await asyncio.to_thread(engine.stop)
-        log.error("the engine's process has ended: %s", engine.ending)
-        engine = start_engine()
-        await engine.loaded()
-        return engine.channel
-
     facts = engine.facts()
+    engines = Engines(engine, start_engine, settings.restart_engine)
     try:
         model = served_model(facts, load_prompts(facts))
         set_up_logs()
         tune_process()
-        follows = next_engine if settings.restart_engine else None
-        service = Service(model, settings, engine.channel, follows)
+        service = Service(model, settings, engine.channel, engines.follow)
         _note_loaded(settings, facts)
         Server(build_app(service), service, lambda: _note_address(settings, taken)).run([taken])
     finally:
-        hung = not engine.stop()
+        hung = not engines.current.stop()
     if not end_threads() or hung:
         logging.shutdown()
         sys.stderr.flush()
         os._exit(1)  # the interpreter would wait for them
     if not service.draining:
-        raise _engine_ended(engine)
+        raise _engine_ended(engines.current)
 
 
 def _serve_by_workers(
@@ -295,28 +279,28 @@ def _serve_by_workers(
     """Serve by several HTTP processes and that of the engine; this one hands them connections."""
     import asyncio
 
+    from lowbit.runtime.serve.link.engines import Engines
     from lowbit.runtime.serve.logs import set_up_logs
     from lowbit.runtime.serve.server import allow_connections
     from lowbit.runtime.serve.supervisor import Supervisor
 
     engine = start_engine()
     facts = engine.facts()
+    engines = Engines(engine, start_engine, settings.restart_engine)
     try:
         set_up_logs()
         allow_connections()
-        supervisor = Supervisor(settings, taken, engine, start_engine)
+        supervisor = Supervisor(settings, taken, engines)
         _note_loaded(settings, facts)
         try:
             asyncio.run(supervisor.serve(lambda: _note_address(settings, taken)))
         except BaseException:  # Ctrl-C at the start; a channel may be on its way to a process
-            supervisor.engine.kill()
+            engines.current.kill()
             raise
-        finally:
-            engine = supervisor.engine  # another may have followed
     finally:
-        hung = not engine.stop()
+        hung = not engines.current.stop()
     if supervisor.engine_ended:
-        raise _engine_ended(engine)
+        raise _engine_ended(engines.current)
     if supervisor.error is not None:
         raise supervisor.error
     if hung:

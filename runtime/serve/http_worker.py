@@ -38,9 +38,9 @@ from lowbit.runtime.serve.server import (
     end_threads,
     tune_process,
 )
-from lowbit.runtime.serve.service import Service, Siblings
+from lowbit.runtime.serve.service import Service
 from lowbit.runtime.serve.settings import ServeSettings
-from lowbit.runtime.serve.totals import Totals
+from lowbit.runtime.serve.siblings import AmongSiblings
 
 log = logging.getLogger("lowbit.serve")
 
@@ -58,13 +58,16 @@ class Supervised:
         """Let another engine follow one that has ended."""
         self._engines.put_nowait(engine)
 
-    async def next_engine(self) -> Channel[FromEngine]:
+    async def next_engine(self) -> Channel[FromEngine] | None:
         """The channel to the next engine, once the supervisor has loaded one.
 
-        Raises:
-            ResourceError: it has ended already.
+        None for one that has ended already; the supervisor sees that, too.
         """
-        channel, _ = await _engine_of(await self._engines.get())
+        try:
+            channel, _ = await _engine_of(await self._engines.get())
+        except ResourceError as error:
+            log.error("no engine could be loaded: %s", error)
+            return None
         return channel
 
     async def counts(self) -> list[Counts]:
@@ -198,7 +201,7 @@ def _serve(channel: Channel[ToWorker], settings: ServeSettings, row: int) -> boo
         return True
     tune_process()
     supervised = Supervised(channel)
-    siblings = Siblings(Totals(start.totals, row), supervised.counts)
+    siblings = AmongSiblings(start.totals, row, supervised.counts)
     service = Service(
         model, settings, engine, supervised.next_engine, siblings, created=start.created
     )

@@ -4,9 +4,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -27,19 +27,18 @@ from lowbit.runtime.serve.link.channel import Channel
 from lowbit.runtime.serve.link.client import EngineClient
 from lowbit.runtime.serve.link.messages import Constraints, FromEngine, Settings
 from lowbit.runtime.serve.logs import Record
-from lowbit.runtime.serve.metrics import Counts, Metrics
+from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.serve.request.fetch import ImageFetcher
 from lowbit.runtime.serve.request.hosts import AllowedHosts
 from lowbit.runtime.serve.request.places import Asker, Places
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.settings import ServeSettings
-from lowbit.runtime.serve.totals import Totals
+from lowbit.runtime.serve.siblings import Alone, Siblings
 
 log = logging.getLogger("lowbit.serve")
 THREADS = 4  # parse long bodies, prepare requests that are long or have schemas
 IMAGE_THREADS = 2  # prepare requests with images; a large one takes seconds and a GB to decode
 NEWCOMERS = 16  # requests beyond a full queue, of clients that have no other
-SHORT_LIFE_S = 30.0  # of an engine that would end again
 READING = 32  # requests whose bodies may be waited for, or read while the queue is full
 Result = TypeVar("Result")
 
@@ -84,12 +83,8 @@ class PendingBodies:
                 longest.reschedule(0.0)  # in the past
 
 
-@dataclass(frozen=True, slots=True)
-class Siblings:
-    """The other HTTP processes of a server."""
-
-    totals: Totals
-    counts: Callable[[], Coroutine[Any, Any, list[Counts]]]  # their metrics
+async def _no_engine() -> None:
+    """No engine follows one that has ended."""
 
 
 @dataclass(slots=True)
@@ -99,9 +94,9 @@ class Service:
     model: ServedModel
     settings: ServeSettings
     channel: Channel[FromEngine]  # to the engine
-    # Waits for the end of an engine and loads another, for its channel; None where none follows
-    next_engine: Callable[[], Coroutine[Any, Any, Channel[FromEngine]]] | None = None
-    siblings: Siblings | None = None  # None where this process alone speaks HTTP
+    # Waits for an engine that follows one that has ended; gives its channel, None where none does
+    next_engine: Callable[[], Awaitable[Channel[FromEngine] | None]] = _no_engine
+    siblings: Siblings = field(default_factory=Alone)
     metrics: Metrics = field(default_factory=Metrics)
     # Time at which the server was started, seconds since 1970
     created: int = field(default_factory=lambda: int(time.time()))
@@ -109,7 +104,6 @@ class Service:
     active: int = 0  # number of requests that have not been answered
     clients: Counter[str] = field(default_factory=Counter)  # the same by client
     _engine: EngineClient | None = None
-    _engine_started: float = field(default_factory=time.monotonic)
     _reviving: asyncio.Task[None] | None = None
     # Threads for work that would hold up the event loop
     executor: ThreadPoolExecutor = field(
@@ -148,40 +142,25 @@ class Service:
         return self._templates
 
     def revive(self) -> bool:
-        """Let another engine follow one that has ended, unless that has lived for a short time.
+        """Let another engine follow one that has ended; False once it is known that none does."""
+        if self._reviving is None:
+            self._reviving = asyncio.create_task(self._revive())
+        return not self._reviving.done()
 
-        Returns:
-            False if none follows, or none could be loaded.
-        """
-        if self._reviving is not None:
-            return not self._reviving.done() or self.engine.alive
-        if self.next_engine is None:
-            return False
-        if self.siblings is None:  # else the supervisor decides, and logs it
-            if time.monotonic() - self._engine_started < SHORT_LIFE_S:
-                return False
-            log.error("the engine has ended; another one is loaded")
-        self._reviving = asyncio.create_task(self._revive(self.next_engine()))
-        return True
-
-    async def _revive(self, next_engine: Coroutine[Any, Any, Channel[FromEngine]]) -> None:
+    async def _revive(self) -> None:
         await self.engine.stop()
-        try:
-            self.channel = await next_engine
-        except (LowbitError, OSError) as error:  # OSError: no process could be started
-            log.error("no engine could be loaded: %s", error)
+        channel = await self.next_engine()
+        if channel is None:
             return
-        self._engine_started = time.monotonic()
+        self.channel = channel
         self.start()
         self._reviving = None
-        if self.siblings is None:
-            log.warning("another engine runs")
 
     def start(self) -> None:
         """Begin to listen to the engine, on the event loop."""
-        siblings = self.siblings
-        on_open = None if siblings is None else siblings.totals.set_open
-        self._engine = EngineClient(self.channel, self.model.tokenizer, self.metrics, on_open)
+        self._engine = EngineClient(
+            self.channel, self.model.tokenizer, self.metrics, self.siblings.set_open
+        )
         share = self.settings.client_share(self.model.sequences)
         self._engine.start(Settings(share, self.settings.grammar_bytes))
         if self._templates is None:
@@ -293,16 +272,12 @@ class Service:
         if logs:  # before other processes wait
             each_once = dict.fromkeys(each.prompt for each in requests)
             prompts = [self.model.tokenizer.text.decode(ids) for ids in each_once]
-        with self._deciding():
+        with self.siblings.locked():
             self.check_open(len(requests), record.client)
             record.prompts = prompts
             answers = Answers(http, record, self.settings.request_timeout_s, logs)
             self.engine.begin(answers, requests, constraints)
             return answers
-
-    def _deciding(self) -> AbstractContextManager[None]:
-        """Let no other process take the last place in the queue meanwhile."""
-        return nullcontext() if self.siblings is None else self.siblings.totals.locked()
 
     def check_open(self, answers: int, client: str) -> None:
         """Refuse new answers where the server cannot generate them; errors as in `begin`.
@@ -316,9 +291,7 @@ class Service:
         if self.failing:
             message = "the engine does not answer; the server's log says why"
             raise ApiError(503, message, "server_error", headers={"Retry-After": "60"})
-        rows, running = self.model.sequences, self.engine.open
-        if self.siblings is not None:
-            running += self.siblings.totals.open_elsewhere
+        rows, running = self.model.sequences, self.engine.open + self.siblings.open_elsewhere
         waiting = running + answers - rows
         if waiting > self.settings.queue + self._more_for(client) and running:
             raise busy(self._retry_after(waiting))
@@ -333,8 +306,7 @@ class Service:
         """Count a request that is to be answered."""
         self.active += 1
         self.clients[client] += 1
-        if self.siblings is not None:
-            self.siblings.totals.add(client, 1)
+        self.siblings.add(client, 1)
 
     def leave(self, client: str) -> None:
         """Count a request that has been answered."""
@@ -342,13 +314,10 @@ class Service:
         self.clients[client] -= 1
         if not self.clients[client]:
             del self.clients[client]
-        if self.siblings is not None:
-            self.siblings.totals.add(client, -1)
+        self.siblings.add(client, -1)
 
     async def all_metrics(self) -> Metrics:
         """Metrics of all processes that speak HTTP."""
-        if self.siblings is None:
-            return self.metrics
         found = Metrics()
         for each in (self.metrics.counts, *await self.siblings.counts()):
             found.add(each)
@@ -370,9 +339,7 @@ class Service:
 
     def _more_for(self, client: str) -> int:
         """Places behind the queue for a client whose only request this is."""
-        asked = self.clients[client]
-        if self.siblings is not None:
-            asked += self.siblings.totals.asked_elsewhere(client)
+        asked = self.clients[client] + self.siblings.asked_elsewhere(client)
         return NEWCOMERS if asked <= 1 else 0
 
     def _retry_after(self, waiting: int) -> int:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 
 from lowbit.formats.errors import LowbitError, ResourceError
-from lowbit.runtime.serve import service
 from lowbit.runtime.serve.http_worker import run_worker
 from lowbit.runtime.serve.link.channel import Channel, SharedSocket
+from lowbit.runtime.serve.link.engines import Engines
 from lowbit.runtime.serve.link.messages import FromEngine
-from lowbit.runtime.serve.link.process import EngineProcess, ending_of, start_process
+from lowbit.runtime.serve.link.process import ending_of, start_process
 from lowbit.runtime.serve.link.workers import (
     AskCounts,
     AskOthers,
@@ -38,7 +38,7 @@ from lowbit.runtime.serve.link.workers import (
 from lowbit.runtime.serve.metrics import Counts
 from lowbit.runtime.serve.server import END_S, SIGNALS, end_at_next_signal, most_files
 from lowbit.runtime.serve.settings import STOP_S, ServeSettings
-from lowbit.runtime.serve.totals import new_totals
+from lowbit.runtime.serve.siblings import new_totals
 
 log = logging.getLogger("lowbit.serve")
 MOST_ACCEPTED = 64  # connections in one turn of the event loop
@@ -77,37 +77,27 @@ class Supervisor:
     restarts servers hears of it. The end of the engine ends all, unless another one follows it.
 
     Attributes:
-        engine: its process.
         room: connections that a process may have.
         draining: the server is ending.
         engine_ended: it ends because its engine has ended.
         error: reason why it ends; None for a signal or the end of the engine.
     """
 
-    def __init__(
-        self,
-        settings: ServeSettings,
-        listening: socket.socket,
-        engine: EngineProcess,
-        start_engine: Callable[[], EngineProcess],
-    ) -> None:
+    def __init__(self, settings: ServeSettings, listening: socket.socket, engines: Engines) -> None:
         """Prepare to serve by `settings.http_workers` processes.
 
         Args:
             settings: of the server.
             listening: where clients connect.
-            engine: has loaded its model, and has a channel for each process.
-            start_engine: starts another one like it.
+            engines: each has a channel for each process.
         """
-        self.engine = engine
         self.room = int(most_files() * ROOM)
         self.draining = self.engine_ended = False
         self.error: LowbitError | None = None
-        self._settings, self._listening, self._start_engine = settings, listening, start_engine
+        self._settings, self._listening, self._engines = settings, listening, engines
         self._workers: list[HttpProcess] = []
         # By who has asked, and the number of its question
         self._pending: dict[tuple[HttpProcess, int], PendingCounts] = {}
-        self._engine_started = time.monotonic()
         self._retry: asyncio.TimerHandle | None = None
 
     async def serve(self, on_start: Callable[[], None]) -> None:
@@ -152,7 +142,7 @@ class Supervisor:
                 raise
             worker = HttpProcess(process, channel)
             self._workers.append(worker)
-            engine = SharedSocket.of(self.engine.others.pop())
+            engine = SharedSocket.of(self._engines.current.others.pop())
             worker.channel.send(Start(engine, totals, created))
 
     def _accept(self) -> None:
@@ -276,35 +266,15 @@ class Supervisor:
     async def _watch_engine(self) -> None:
         """Wait for the end of the engine, and let another one follow if it may."""
         while True:
-            await _end_of(self.engine.channel)
+            await _end_of(self._engines.current.channel)
             if self.draining:
                 return
-            young = time.monotonic() - self._engine_started < service.SHORT_LIFE_S
-            if not self._settings.restart_engine or young:
+            if await self._engines.follow() is None:
                 log.error("the server ends, as the engine has")
                 break
-            log.error("the engine has ended; another one is loaded")
-            try:
-                await self._follow()
-            except (LowbitError, OSError) as error:  # OSError: no process could be started
-                log.error("no engine could be loaded: %s", error)
-                break
+            for each in self._workers:
+                each.channel.send(Follow(SharedSocket.of(self._engines.current.others.pop())))
         self._end()
-
-    async def _follow(self) -> None:
-        """Load another engine.
-
-        Raises:
-            LowbitError, OSError: it could not be loaded.
-        """
-        await asyncio.to_thread(self.engine.stop)
-        log.error("the engine's process has ended: %s", self.engine.ending)
-        self.engine = self._start_engine()
-        await self.engine.loaded()
-        self._engine_started = time.monotonic()
-        for each in self._workers:
-            each.channel.send(Follow(SharedSocket.of(self.engine.others.pop())))
-        log.warning("another engine runs")
 
     def _end(self) -> None:
         """End all processes: they have told their clients that the engine has ended."""

@@ -119,7 +119,7 @@ class EngineClient:
         channel: Channel[FromEngine],
         tokenizer: Tokenizer,
         metrics: Metrics,
-        on_open: Callable[[int], None] | None = None,
+        on_open: Callable[[int], None],
     ) -> None:
         """Prepare to listen, which `start` begins.
 
@@ -301,8 +301,7 @@ class EngineClient:
 
     def _count(self, change: int) -> None:
         self.open += change
-        if self._on_open is not None:
-            self._on_open(self.open)
+        self._on_open(self.open)
 
     def _delta_of(self, waiting: Waiting) -> Delta | None:
         """The delta of an answer, if there is one; its tokens are counted."""

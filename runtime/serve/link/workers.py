@@ -10,7 +10,7 @@ class Start(Message):
     """First message to an HTTP process."""
 
     engine: SharedSocket  # its channel to the engine
-    totals: SharedBytes  # see `Totals`
+    totals: SharedBytes  # see `AmongSiblings`
     created: int  # time at which the server was started, seconds since 1970
 
 

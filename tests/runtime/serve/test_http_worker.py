@@ -25,8 +25,8 @@ from tests.runtime.serve.conftest import BUNDLED, until
 pytestmark = pytest.mark.commands
 COMMAND = """
 import sys
-from lowbit.runtime.serve import service
-service.SHORT_LIFE_S = float(sys.argv.pop(1))
+from lowbit.runtime.serve.link import engines
+engines.SHORT_LIFE_S = float(sys.argv.pop(1))
 from lowbit.runtime.cli.main import main
 if __name__ == "__main__":
     main(sys.argv[1:])

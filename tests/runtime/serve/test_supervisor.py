@@ -14,9 +14,11 @@ import pytest
 from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.runtime.engine.stats import OfSource, Speculated
 from lowbit.runtime.images.shared import SharedBytes
-from lowbit.runtime.serve import http_worker, service
+from lowbit.runtime.serve import http_worker
 from lowbit.runtime.serve import supervisor as module
+from lowbit.runtime.serve.link import engines as engines_module
 from lowbit.runtime.serve.link.channel import Channel, SharedSocket
+from lowbit.runtime.serve.link.engines import Engines
 from lowbit.runtime.serve.link.messages import FromEngine, problem_of
 from lowbit.runtime.serve.link.process import EngineProcess, first_of
 from lowbit.runtime.serve.link.workers import (
@@ -38,8 +40,8 @@ from lowbit.runtime.serve.link.workers import (
 from lowbit.runtime.serve.metrics import Collector, Counts, Metrics, new_registry
 from lowbit.runtime.serve.server import listen
 from lowbit.runtime.serve.settings import ServeSettings
+from lowbit.runtime.serve.siblings import new_totals
 from lowbit.runtime.serve.supervisor import Supervisor
-from lowbit.runtime.serve.totals import new_totals
 
 
 @dataclass(eq=False)
@@ -121,10 +123,11 @@ async def staged(
     process: Any = SimpleNamespace(join=bool, exitcode=0)
     engine = EngineProcess(process, Channel[FromEngine](ours[0], FromEngine), ours[1:])
     restarts = next_engine is not None
-    settings = ServeSettings(("none",), http_workers=count, restart_engine=restarts)
+    settings = ServeSettings(("none",), http_workers=count)
     begun = asyncio.Event()
     with listen("127.0.0.1", 0) as taken:
-        supervisor = Supervisor(settings, taken, engine, next_engine or (lambda: engine))
+        engines = Engines(engine, next_engine or (lambda: engine), restarts)
+        supervisor = Supervisor(settings, taken, engines)
         serving = asyncio.create_task(supervisor.serve(begun.set))
         await asyncio.sleep(0)
         hearing = [asyncio.create_task(each.hear()) for each in workers]
@@ -383,7 +386,7 @@ def test_an_engine_that_cannot_be_loaded_again_ends_all(
             assert stage.supervisor.engine_ended
             assert "no engine could be loaded: the GPU has no memory left" in caplog.text
 
-    monkeypatch.setattr(service, "SHORT_LIFE_S", 0.0)
+    monkeypatch.setattr(engines_module, "SHORT_LIFE_S", 0.0)
     run(work)
 
 

@@ -18,6 +18,7 @@ from lowbit.runtime.serve.link.messages import (
     problem_of,
 )
 from lowbit.runtime.serve.metrics import Metrics
+from lowbit.runtime.serve.siblings import Alone
 from lowbit.runtime.text.grammar_source import GrammarSource
 
 SOURCE = GrammarSource("a", "the grammar", {})
@@ -28,7 +29,8 @@ def run(test: Callable[[EngineClient, Channel[ToEngine]], Awaitable[None]]) -> N
 
     async def both() -> None:
         ours, theirs = socket.socketpair()
-        client = EngineClient(Channel[FromEngine](ours, FromEngine), cast(Any, None), Metrics())
+        channel, tokenizer = Channel[FromEngine](ours, FromEngine), cast(Any, None)
+        client = EngineClient(channel, tokenizer, Metrics(), Alone().set_open)
         client.start(Settings(1, 1))
         engine = Channel[ToEngine](theirs, ToEngine)
         try:

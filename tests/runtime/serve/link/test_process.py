@@ -37,7 +37,7 @@ from lowbit.runtime.cli.main import main
 if __name__ == "__main__":
     main(sys.argv[1:])
 """
-FOLLOWED = "from lowbit.runtime.serve import service\nservice.SHORT_LIFE_S = 0.0\n" + COMMAND
+FOLLOWED = "from lowbit.runtime.serve.link import engines\nengines.SHORT_LIFE_S = 0.0\n" + COMMAND
 LONG = {**BODY, "max_tokens": 100, "ignore_eos": True, "stream": True}
 
 
@@ -162,6 +162,7 @@ def test_another_engine_starts_its_ranks_again() -> None:
         os.kill(rank, signal.SIGKILL)
         assert process.stderr is not None
         assert any("another engine runs" in line for line in process.stderr)
+        until(lambda: httpx2.get(f"{url}/health").status_code == 200)
         after = httpx2.post(f"{url}/v1/completions", json=asked).json()
         assert after["choices"] == before["choices"]
         [engine] = children(process.pid)
