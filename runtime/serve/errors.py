@@ -1,5 +1,6 @@
 """Errors as OpenAI's and Anthropic's APIs write them."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from lowbit.formats.errors import LowbitError, RequestError, TooLongError
+from lowbit.formats.machine.system import explained
 
+log = logging.getLogger("lowbit.serve")
 # Anthropic's type for a status; all others are `api_error`.
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -115,3 +118,17 @@ def timed_out(seconds: float) -> ApiError:
 def of_bug(error: BaseException) -> LowbitError:
     """The error that a client sees of a bug in the engine."""
     return LowbitError(f"the engine failed: {type(error).__name__}", hint="see the log")
+
+
+def of_failure(error: BaseException, what: str, gpu_hint: str | None = None) -> LowbitError:
+    """The error that others see of a failure; a bug is logged.
+
+    Args:
+        what: says in words what has failed.
+        gpu_hint: advice if the GPU has run out of memory.
+    """
+    found = explained(error, gpu_hint)
+    if found is None:
+        log.error("%s", what, exc_info=error)
+        found = LowbitError(f"{what}: {type(error).__name__}", hint="see the log")
+    return found

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from lowbit.formats.errors import LowbitError, ResourceError
-from lowbit.formats.machine.system import explained
+from lowbit.formats.errors import ResourceError
 from lowbit.runtime.serve.app import build_app
 from lowbit.runtime.serve.link.channel import Channel, SharedSocket
-from lowbit.runtime.serve.link.messages import Facts, FromEngine, problem_of
-from lowbit.runtime.serve.link.process import begin_process, first_of, flush_logs, trace_of
+from lowbit.runtime.serve.link.messages import Facts, FromEngine
+from lowbit.runtime.serve.link.process import begin_process, first_of, flush_logs, not_started
 from lowbit.runtime.serve.link.workers import (
     AskCounts,
     AskOthers,
@@ -24,7 +23,6 @@ from lowbit.runtime.serve.link.workers import (
     Drain,
     DropOthers,
     End,
-    Failed,
     Follow,
     OthersFound,
     Ready,
@@ -192,12 +190,7 @@ def _serve(channel: Channel[ToWorker], settings: ServeSettings, row: int) -> boo
         engine, facts = asyncio.run(_engine_of(start.engine))
         model = served_model(facts, load_prompts(facts))
     except Exception as error:
-        found = explained(error)
-        if found is None:
-            log.exception("an HTTP process could not start")
-            reason = f"an HTTP process could not start: {type(error).__name__}"
-            found = LowbitError(reason, hint="see the log")
-        channel.send(Failed(problem_of(found), trace_of(error)))
+        channel.send(not_started(error, "an HTTP process could not start"))
         return True
     tune_process()
     supervised = Supervised(channel)

@@ -17,7 +17,7 @@ from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.runtime.serve.http_worker import run_worker
 from lowbit.runtime.serve.link.channel import Channel, SharedSocket
 from lowbit.runtime.serve.link.engines import Engines
-from lowbit.runtime.serve.link.messages import FromEngine
+from lowbit.runtime.serve.link.messages import FromEngine, NotStarted
 from lowbit.runtime.serve.link.process import ending_of, start_process
 from lowbit.runtime.serve.link.workers import (
     AskCounts,
@@ -28,7 +28,6 @@ from lowbit.runtime.serve.link.workers import (
     Drain,
     DropOthers,
     End,
-    Failed,
     Follow,
     FromWorker,
     OthersFound,
@@ -195,8 +194,8 @@ class Supervisor:
             case CountsFound(counts):
                 worker.asked = False
                 self._note_counts(worker, [counts])
-            case Failed(problem, trace):
-                self._fail(problem.error(), trace)
+            case NotStarted():
+                self._fail(message.error())
 
     def _ask_others(self, worker: HttpProcess, number: int) -> None:
         """Ask all other processes for their metrics; who has not answered yet says them once."""
@@ -223,12 +222,10 @@ class Supervisor:
             pending = self._pending.pop((worker, number))
             worker.channel.send(OthersFound(number, pending.counts))
 
-    def _fail(self, error: LowbitError, trace: str = "") -> None:
+    def _fail(self, error: LowbitError) -> None:
         """Let the server end because of an error, once all requests have ended."""
         if self.error is None:
             self.error = error
-            if trace:
-                error.add_note(trace)  # which --debug shows
         self._drain()
 
     def _drain(self) -> None:

@@ -8,12 +8,12 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowbit.formats.errors import LowbitError, ResourceError
-from lowbit.formats.machine.system import explained
+from lowbit.formats.errors import ResourceError
 from lowbit.runtime.images.file import GoesOn
 from lowbit.runtime.images.picture import Picture
 from lowbit.runtime.images.pixels import Pixels
 from lowbit.runtime.images.shared import SharedBytes
+from lowbit.runtime.serve.errors import of_failure
 from lowbit.runtime.serve.link.channel import Channel
 from lowbit.runtime.serve.link.messages import (
     AskFile,
@@ -57,10 +57,7 @@ def send_file(channel: Channel[Any], picture: Picture) -> None:
 
 def _failed(digest: bytes, error: BaseException) -> FileFound:
     """The message that a file cannot be sent."""
-    found = explained(error)
-    if found is None:
-        log.error("the file of a picture could not be sent", exc_info=error)
-        found = LowbitError("the file of a picture could not be sent", hint="see the log")
+    found = of_failure(error, "the file of a picture could not be sent")
     return FileFound(digest, problem=problem_of(found))
 
 

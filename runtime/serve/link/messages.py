@@ -76,11 +76,17 @@ class Facts(Message):
     load_s: float  # seconds that loading took
 
 
-class NotLoaded(Message):
-    """First message in place of facts: the model could not be loaded."""
+class NotStarted(Message):
+    """First message of a process that cannot do its work."""
 
     problem: Problem
     trace: str  # its traceback there
+
+    def error(self) -> LowbitError:
+        """The error, with a note of the traceback, which --debug shows."""
+        found = self.problem.error()
+        found.add_note(self.trace)
+        return found
 
 
 class Settings(Message):
@@ -345,4 +351,4 @@ class Ended(Message):
 
 
 ToEngine = Settings | MakeGrammar | DropGrammar | Begin | Cancel | AskLoad | FileFound
-FromEngine = Facts | NotLoaded | GrammarMade | Step | Health | LoadFound | Ended | AskFile
+FromEngine = Facts | NotStarted | GrammarMade | Step | Health | LoadFound | Ended | AskFile

@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.machine.interrupts import interrupts_blocked
 from lowbit.formats.machine.parent import end_with_parent
-from lowbit.formats.machine.system import explained
 from lowbit.formats.printable import printable
-from lowbit.runtime.serve.errors import of_bug
+from lowbit.runtime.serve.errors import of_failure
 from lowbit.runtime.serve.link.channel import Channel, Received
 from lowbit.runtime.serve.link.messages import (
     Facts,
     FromEngine,
-    NotLoaded,
+    NotStarted,
     ToEngine,
     problem_of,
 )
@@ -71,10 +70,8 @@ class EngineProcess:
         if isinstance(first, Facts):
             return first
         self.stop()
-        if isinstance(first, NotLoaded):
-            error = first.problem.error()
-            error.add_note(first.trace)  # which --debug shows
-            raise error
+        if isinstance(first, NotStarted):
+            raise first.error()
         raise ResourceError(
             f"the engine's process ended while it loaded the model: {self.ending}",
             hint="a process that the system killed had too little memory",
@@ -183,9 +180,10 @@ def flush_logs() -> None:
     sys.stderr.flush()
 
 
-def trace_of(error: BaseException) -> str:
-    """Traceback of an error, for the process that started this one."""
-    return printable("".join(traceback.format_exception(error)), keep="\n")
+def not_started(error: BaseException, what: str, gpu_hint: str | None = None) -> NotStarted:
+    """The message of a process that cannot do its work; arguments as for `of_failure`."""
+    trace = printable("".join(traceback.format_exception(error)), keep="\n")
+    return NotStarted(problem_of(of_failure(error, what, gpu_hint)), trace)
 
 
 async def first_of(channel: Channel[Received]) -> Received | None:
@@ -220,11 +218,7 @@ def _serve(channels: Sequence[Channel[ToEngine]], load: "Callable[[], Model]") -
     try:
         model = load()
     except BaseException as error:
-        found = explained(error, GPU_HINT)
-        if found is None:
-            log.exception("the model could not be loaded")
-            found = of_bug(error)
-        channels[0].send(NotLoaded(problem_of(found), trace_of(error)))
+        channels[0].send(not_started(error, "the model could not be loaded", GPU_HINT))
         return True
     from lowbit.runtime.serve.link.host import EngineHost  # needs torch, as the loaded model does
 

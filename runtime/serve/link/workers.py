@@ -2,7 +2,7 @@
 
 from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.serve.link.channel import SharedSocket
-from lowbit.runtime.serve.link.messages import Message, Problem
+from lowbit.runtime.serve.link.messages import Message, NotStarted
 from lowbit.runtime.serve.metrics import Counts
 
 
@@ -67,13 +67,6 @@ class Ready(Message):
     """An HTTP process takes connections."""
 
 
-class Failed(Message):
-    """An HTTP process could not start."""
-
-    problem: Problem
-    trace: str  # its traceback there
-
-
 class Closed(Message):
     """Connections that an HTTP process has been given and has no more."""
 
@@ -81,4 +74,4 @@ class Closed(Message):
 
 
 ToWorker = Start | Connect | Follow | Drain | End | AskCounts | OthersFound
-FromWorker = Ready | Failed | Closed | CountsFound | AskOthers | DropOthers
+FromWorker = Ready | NotStarted | Closed | CountsFound | AskOthers | DropOthers

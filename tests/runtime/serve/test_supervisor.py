@@ -19,7 +19,7 @@ from lowbit.runtime.serve import supervisor as module
 from lowbit.runtime.serve.link import engines as engines_module
 from lowbit.runtime.serve.link.channel import Channel, SharedSocket
 from lowbit.runtime.serve.link.engines import Engines
-from lowbit.runtime.serve.link.messages import FromEngine, problem_of
+from lowbit.runtime.serve.link.messages import FromEngine, NotStarted, problem_of
 from lowbit.runtime.serve.link.process import EngineProcess, first_of
 from lowbit.runtime.serve.link.workers import (
     AskCounts,
@@ -30,7 +30,6 @@ from lowbit.runtime.serve.link.workers import (
     Drain,
     DropOthers,
     End,
-    Failed,
     FromWorker,
     OthersFound,
     Ready,
@@ -92,6 +91,14 @@ class Stage:
     def connect(self) -> socket.socket:
         self.clients.append(socket.create_connection(("127.0.0.1", self.port)))
         return self.clients[-1]
+
+    async def end_engine(self) -> None:
+        """End the engine; all processes are told to end, and do."""
+        self.engine.close()
+        for each in self.workers:
+            await each.next(End)
+            each.end(0)
+        await asyncio.wait_for(self.serving, 20)
 
     async def until(self, true: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
@@ -313,7 +320,7 @@ def test_a_process_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyP
             first, second = stage.workers
             assert isinstance((await first.next(Start)).totals, SharedBytes)
             problem = problem_of(CheckpointError("a template that ends nowhere"))
-            first.channel.send(Failed(problem, "in worker"))
+            first.channel.send(NotStarted(problem, "in worker"))
             await second.next(Drain)
             for each in stage.workers:
                 each.end(0)
@@ -343,7 +350,7 @@ def test_a_bug_at_the_start_of_a_process_is_logged_and_told(
     told = asyncio.run(first)
     channel.close()
     its_end.close()
-    assert isinstance(told, Failed)
+    assert isinstance(told, NotStarted)
     assert told.problem.message == "an HTTP process could not start: ZeroDivisionError"
     assert "in broken\n" in told.trace
     assert "ZeroDivisionError" in caplog.text
@@ -378,11 +385,7 @@ def test_an_engine_that_cannot_be_loaded_again_ends_all(
 
     async def work() -> None:
         async with staged(monkeypatch, next_engine=next_engine) as stage:
-            stage.engine.close()
-            for each in stage.workers:
-                await each.next(End)
-                each.end(0)
-            await asyncio.wait_for(stage.serving, 20)
+            await stage.end_engine()
             assert stage.supervisor.engine_ended
             assert "no engine could be loaded: the GPU has no memory left" in caplog.text
 
@@ -417,11 +420,7 @@ def test_a_process_that_ends_lets_the_others_finish_once(
 def test_the_end_of_the_engine_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with staged(monkeypatch) as stage:
-            stage.engine.close()
-            for each in stage.workers:
-                await each.next(End)
-                each.end(0)
-            await asyncio.wait_for(stage.serving, 20)
+            await stage.end_engine()
             assert stage.supervisor.engine_ended
             assert stage.supervisor.error is None
 
