@@ -26,7 +26,8 @@ log = logging.getLogger("lowbit.serve")
 LENGTH = 4  # bytes before each message
 READ = 1 << 18  # bytes that are read at once
 MOST_FILES = 253  # that Linux sends at once
-FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # processes that this one starts get no files
+# Keeps files that come from processes that this one starts; macOS lacks it
+CLOSE_ON_EXEC: int | None = getattr(socket, "MSG_CMSG_CLOEXEC", None)
 FILES_S = 0.001  # until files are sent again
 Received = TypeVar("Received")
 
@@ -257,9 +258,15 @@ class Channel(Generic[Received]):
             BlockingIOError: nothing has come.
             OSError: see `_receive`.
         """
-        count, beside, flags, _ = self._socket.recvmsg_into([self._buffer], self._space, FLAGS)
-        for _, _, descriptors in beside:
-            self._descriptors += memoryview(descriptors).cast("i")
+        count, beside, flags, _ = self._socket.recvmsg_into(
+            [self._buffer], self._space, CLOSE_ON_EXEC or 0
+        )
+        for _, _, raw in beside:
+            descriptors = memoryview(raw).cast("i")
+            self._descriptors += descriptors
+            if CLOSE_ON_EXEC is None:
+                for each in descriptors:
+                    os.set_inheritable(each, False)
         if flags & socket.MSG_CTRUNC:
             log.error("a channel between processes ends: this one may open no more files")
             raise OSError("files of a message were lost")

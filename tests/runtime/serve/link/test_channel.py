@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import socket
 import threading
 import weakref
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 
 from lowbit.runtime.images.shared import SharedBytes
+from lowbit.runtime.serve.link import channel
 from lowbit.runtime.serve.link.channel import LENGTH, READ, Channel, SharedSocket
 
 
@@ -62,6 +64,20 @@ def test_what_is_sent_before_a_loop_runs_is_not_lost() -> None:
         return list(found)
 
     assert asyncio.run(run()) == list(range(300_000))
+    here.close()
+    there.close()
+
+
+@pytest.mark.parametrize("flag", [channel.CLOSE_ON_EXEC, None], ids=["linux", "macos"])
+def test_processes_get_no_files_that_came_here(
+    flag: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "CLOSE_ON_EXEC", flag)
+    here, there = pair(list[SharedBytes])
+    here.send([SharedBytes.of(b"first"), SharedBytes.of(b"second")])
+    [message] = asyncio.run(taken(there, 1))
+    assert [os.get_inheritable(each.descriptor) for each in message] == [False, False]
+    assert [bytes(each.take()) for each in message] == [b"first", b"second"]
     here.close()
     there.close()
 
