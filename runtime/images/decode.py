@@ -30,6 +30,7 @@ ORIENTATION = 0x0112  # tag of EXIF
 MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 DEPTH = 24  # place of the byte of a PNG's header that states the bits of a color
 SCAN, END, BARE = 0xDA, 0xD9, (0x01, 0xD8)  # its second byte; the last have no length
+NO_MEMORY = "out of memory"  # in messages of Pillow's decoders
 FEWER_IMAGES = "leave out the oldest ones"  # hint where a prompt has too many images
 TAKEN = "PNG, JPEG, WebP, GIF, BMP or AVIF"
 SIGNS: Mapping[str, tuple[bytes, ...]] = {  # first bytes of files
@@ -62,14 +63,22 @@ class UnreadableImageError(RequestError):
     Attributes:
         reason: the same words for a file whenever it is read; the message may say more.
         pixels: see `worked_pixels`, where a decoder has been at work.
+        lasting: the file will never be decoded; False where other images or memory keep it from
+            that now.
     """
 
     def __init__(
-        self, message: str, hint: str | None = None, *, reason: str = "", pixels: int = 0
+        self,
+        message: str,
+        hint: str | None = None,
+        *,
+        reason: str = "",
+        pixels: int = 0,
+        lasting: bool = True,
     ) -> None:
         """Take the message for the reason where none is given."""
         super().__init__(message, hint)
-        self.reason, self.pixels = reason or str(self), pixels
+        self.reason, self.pixels, self.lasting = reason or str(self), pixels, lasting
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +222,7 @@ def _check_left(worked: int, size: tuple[int, int], limits: ImageLimits) -> None
             f"may have {limits.left_pixels} more",
             hint=FEWER_IMAGES,
             reason="the new images of the prompt have too many pixels",
+            lasting=False,
         )
 
 
@@ -325,5 +335,5 @@ def _refuse_damaged(kind: str, error: Exception, pixels: int) -> NoReturn:
     else:
         reason = f"the {kind} image is damaged, cut short, or has no pixels"
         hint = "open it in a viewer, save it again as PNG, and send that"
-    words = f"{reason}: {what[:200]}"
-    raise UnreadableImageError(words, hint, reason=reason, pixels=pixels) from None
+    words, lasting = f"{reason}: {what[:200]}", NO_MEMORY not in what.lower()
+    raise UnreadableImageError(words, hint, reason=reason, pixels=pixels, lasting=lasting) from None

@@ -6,22 +6,45 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.images.decode import UnreadableImageError
 from lowbit.runtime.images.file import EncodedFile
 from lowbit.runtime.images.pixels import PixelStore
 
-MOST_KNOWN = 1 << 14  # images whose sizes are remembered, in 4 MB
+MOST_KNOWN = 1 << 14  # files whose sizes or faults are remembered, in 4 to 16 MB
 # Memory of texts that are remembered: 54 photos of 4,000 x 3,000 pixels, four of the longest bodies
 MOST_TEXT_BYTES = 256 << 20
 SAMPLE = 256  # characters, and as many last ones, by which a text is looked for
 TextKey = tuple[Callable[[str], bytes], int, str]
+Size = tuple[int, int]  # width and height
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The reason why no image can be made of a text or a file."""
+
+    message: str
+    hint: str | None
+    reason: str  # see `UnreadableImageError`
+
+    def error(self) -> UnreadableImageError:
+        """A new error; nobody has decoded anything for it."""
+        return UnreadableImageError(self.message, self.hint, reason=self.reason)
+
+
+def fault_of(error: RequestError) -> Fault | None:
+    """The fault of a file that could not be decoded; None if it may be another time."""
+    if not isinstance(error, UnreadableImageError):
+        return Fault(str(error), error.hint, str(error))
+    return Fault(str(error), error.hint, error.reason) if error.lasting else None
 
 
 @dataclass(frozen=True, slots=True)
 class KnownText:
-    """A text, and the SHA-256 of its file."""
+    """A text, and what is known of it."""
 
     file: EncodedFile
-    digest: bytes
+    found: bytes | Fault  # SHA-256 of its file, or why it stands for none
     size_bytes: int
 
 
@@ -50,16 +73,16 @@ class KnownTexts:
                 self._texts.move_to_end(key)
         return found
 
-    def keep(self, file: EncodedFile, digest: bytes) -> None:
+    def keep(self, file: EncodedFile, found: bytes | Fault) -> None:
         """Remember a text, in place of those that nobody has sent for longest."""
         key = _key(file)
-        size = sys.getsizeof(file.text) + sys.getsizeof(key[2]) + sys.getsizeof(digest)
+        size = sys.getsizeof(file.text) + sys.getsizeof(key[2]) + sys.getsizeof(found)
         if size > self.most_bytes:
             return
         with self._lock:
             if (before := self._texts.pop(key, None)) is not None:
                 self.size_bytes -= before.size_bytes
-            self._texts[key] = KnownText(file, digest, size)
+            self._texts[key] = KnownText(file, found, size)
             self.size_bytes += size
             while self.size_bytes > self.most_bytes or len(self._texts) > MOST_KNOWN:
                 self.size_bytes -= self._texts.popitem(last=False)[1].size_bytes
@@ -72,27 +95,27 @@ def _key(file: EncodedFile) -> TextKey:
 
 @dataclass(slots=True)
 class KnownPictures:
-    """Sizes of images that have been decoded, texts that stand for files, and pixels of a few."""
+    """Files that have been decoded, texts that stand for them, and pixels of a few."""
 
     pixels: PixelStore = field(default_factory=PixelStore)
     texts: KnownTexts = field(default_factory=KnownTexts)
-    _sizes: OrderedDict[bytes, tuple[int, int]] = field(default_factory=OrderedDict, repr=False)
+    _files: OrderedDict[bytes, Size | Fault] = field(default_factory=OrderedDict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def size_of(self, digest: bytes) -> tuple[int, int] | None:
-        """Width and height of a file's image; None if it is not known.
+    def find(self, digest: bytes) -> Size | Fault | None:
+        """Size of a file's image, or why it has none; None if it is not known.
 
         Args:
             digest: SHA-256 of the file.
         """
         with self._lock:
-            if (found := self._sizes.get(digest)) is not None:
-                self._sizes.move_to_end(digest)
+            if (found := self._files.get(digest)) is not None:
+                self._files.move_to_end(digest)
             return found
 
-    def note_size(self, digest: bytes, size: tuple[int, int]) -> None:
-        """Remember the size of a file's image."""
+    def note(self, digest: bytes, found: Size | Fault) -> None:
+        """Remember what `find` gives."""
         with self._lock:
-            self._sizes[digest] = size
-            if len(self._sizes) > MOST_KNOWN:
-                self._sizes.popitem(last=False)
+            self._files[digest] = found
+            if len(self._files) > MOST_KNOWN:
+                self._files.popitem(last=False)

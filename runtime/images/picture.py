@@ -16,7 +16,7 @@ from lowbit.runtime.images.decode import (
     worked_pixels,
 )
 from lowbit.runtime.images.file import EncodedFile, HeldFile, PictureFile, StoredFile
-from lowbit.runtime.images.known import KnownPictures
+from lowbit.runtime.images.known import Fault, KnownPictures, fault_of
 from lowbit.runtime.images.pixels import Pixels, pixels_of
 from lowbit.runtime.images.size import smart_size
 
@@ -117,28 +117,48 @@ class PictureReader:
             raise too_many(MOST_IMAGES)
         settings = limited(self.settings, detail)
         digest = digest_of(sha256, settings)
-        if (found := self._read.get(digest)) is None:
-            if (failed := self._failed.get(sha256)) is not None:
-                raise failed.with_traceback(None)
-            found = self._read[digest] = self._decode(file, sha256, settings, digest)
-        if isinstance(source, EncodedFile) and isinstance(file, StoredFile):
-            self.known.texts.keep(source, sha256)
-        return found
+        try:
+            if (found := self._read.get(digest)) is None:
+                if (failed := self._failed.get(sha256)) is not None:
+                    raise failed.with_traceback(None)
+                found = self._read[digest] = self._decode(file, sha256, settings, digest)
+            return found
+        finally:
+            if isinstance(source, EncodedFile) and isinstance(file, StoredFile):
+                self._keep(source, sha256)
 
     def _identify(self, source: bytes | EncodedFile) -> tuple[HeldFile, bytes]:
-        """A file and its SHA-256, by its text where that is known."""
+        """A file and its SHA-256, by its text where that is known.
+
+        Raises:
+            RequestError: the text stands for no file.
+        """
         if isinstance(source, bytes):
             return StoredFile(source), self._hash(source)
         if (known := self.known.texts.find(source)) is not None:
-            return known.file, known.digest
-        content = source.content(_always)
+            if isinstance(known.found, Fault):
+                raise known.found.error()
+            return known.file, known.found
+        try:
+            content = source.content(_always)
+        except RequestError as error:
+            if (fault := fault_of(error)) is not None:
+                self.known.texts.keep(source, fault)
+            raise
         return StoredFile(content), hashlib.sha256(content).digest()
+
+    def _keep(self, source: EncodedFile, sha256: bytes) -> None:
+        """Remember the text of a file whose size or fault is known."""
+        if self.known.find(sha256) is not None:
+            self.known.texts.keep(source, sha256)
 
     def _decode(
         self, file: HeldFile, sha256: bytes, settings: ImageSettings, digest: bytes
     ) -> Picture:
-        """The picture of a file, which is decoded if its size is not known."""
-        size, pixels, goes_along = self.known.size_of(sha256), None, True
+        """The picture of a file, which is decoded if it is not known."""
+        size, pixels, goes_along = self.known.find(sha256), None, True
+        if isinstance(size, Fault):
+            raise size.error()
         if size is None:
             content = file.content(_always)
             limits = ImageLimits(left_pixels=MOST_PROMPT_PIXELS - self.pixels)
@@ -148,9 +168,11 @@ class PictureReader:
                 if isinstance(error, UnreadableImageError):
                     self.pixels += error.pixels
                 self._failed[sha256] = error
+                if (fault := fault_of(error)) is not None:
+                    self.known.note(sha256, fault)
                 raise
             size = image.size
-            self.known.note_size(sha256, size)
+            self.known.note(sha256, size)
             self.pixels += worked_pixels(content, size)
             pixels = self._handed(image)
             if pixels is None:

@@ -363,7 +363,7 @@ def test_a_picture_is_decoded_once(model: Model, monkeypatch: pytest.MonkeyPatch
     for vision in (model.vision, on_gpu(model)):
         assert vision is not None
         vision._kept.clear()
-        vision.known._sizes.clear()
+        vision.known._files.clear()
         model.engine.forget()
         decoded.clear()
         photo = saved(picture(40, 50), "JPEG")

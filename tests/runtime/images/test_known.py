@@ -2,13 +2,16 @@
 
 import base64
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
+from PIL.PngImagePlugin import PngImageFile
 
-from lowbit.formats.errors import RequestError
+from lowbit.formats.errors import LowbitError, RequestError, ResourceError
 from lowbit.runtime.images import known as module
 from lowbit.runtime.images import picture as picture_module
 from lowbit.runtime.images.data_url import bytes_of_base64, bytes_of_data_url
+from lowbit.runtime.images.decode import UnreadableImageError, decode_image
 from lowbit.runtime.images.file import EncodedFile
 from lowbit.runtime.images.known import KnownPictures, KnownTexts
 from lowbit.runtime.images.picture import Picture, PictureReader
@@ -17,6 +20,7 @@ from tests.runtime.images.pictures import SETTINGS, picture, saved
 PNG = saved(picture(90, 70))
 DATA = base64.b64encode(PNG).decode()
 URL = f"data:image/png;base64,{DATA}"
+DAMAGED = f"data:image/png;base64,{base64.b64encode(PNG[:-30]).decode()}"
 
 
 class Decoder:
@@ -101,19 +105,85 @@ def test_a_text_is_known_by_the_way_in_which_it_is_read() -> None:
         read(known, URL, bytes_of_base64)
 
 
-def test_texts_without_a_picture_are_not_remembered() -> None:
+def test_a_damaged_file_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its text nor its pixels, whatever turns it comes again in."""
+    known, decode = KnownPictures(), Decoder()
+    pixels = Mock(side_effect=decode_image)
+    monkeypatch.setattr(picture_module, "decode_image", pixels)
+    said = set()
+    for text in (DAMAGED, DAMAGED, URL, DAMAGED, f" {DAMAGED}"):
+        reader = PictureReader(SETTINGS, known)
+        if text == URL:
+            reader.read(EncodedFile(copy(text), decode))
+            continue
+        with pytest.raises(UnreadableImageError, match="damaged") as caught:
+            reader.read(EncodedFile(copy(text), decode))
+        error = caught.value
+        said.add((str(error), error.hint, error.reason))
+    assert len(said) == 1
+    assert (decode.count, pixels.call_count) == (3, 2)
+    assert reader.pixels == 0  # the others of its prompt may have them all
+
+
+@pytest.mark.parametrize("file", [b"hello", b"", PNG[:20]])
+def test_a_file_that_is_no_image_is_known_for_it(
+    file: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, said = KnownPictures(), []
+    for _ in range(2):
+        with pytest.raises(RequestError) as caught:
+            PictureReader(SETTINGS, known).read(file)
+        said.append((str(caught.value), caught.value.hint))
+        monkeypatch.setattr(picture_module, "decode_image", None)
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ResourceError("too little memory to decode the PNG image"),
+        OSError("out of memory when reading image file"),
+    ],
+)
+def test_a_file_that_another_time_may_be_read_is_decoded_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = KnownPictures()
-    for text in (URL[:200], "data:,", URL + "!"):
-        for _ in range(2):
-            with pytest.raises(RequestError):
-                read(known, text)
+
+    def fail(_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PngImageFile, "load", fail)
+        with pytest.raises(LowbitError, match=r"memory"):
+            read(known, URL)
     assert not known.texts._texts
+    assert read(known, URL).rows == 2
+
+
+def test_a_file_that_its_prompt_had_no_pixels_for_is_decoded_again() -> None:
+    known = KnownPictures()
+    crowded = PictureReader(SETTINGS, known, pixels=picture_module.MOST_PROMPT_PIXELS)
+    with pytest.raises(RequestError, match="may have 0 more"):
+        crowded.read(EncodedFile(URL, bytes_of_data_url))
+    assert read(known, URL).rows == 2
+
+
+@pytest.mark.parametrize("text", ["data:,", URL + "!", DATA])
+def test_a_text_without_a_file_is_known_for_it(text: str) -> None:
+    known, decode = KnownPictures(), Decoder()
+    said = set()
+    for _ in range(3):
+        with pytest.raises(RequestError) as caught:
+            read(known, text, decode)
+        said.add((str(caught.value), caught.value.hint))
+    assert (len(said), decode.count) == (1, 1)
 
 
 def test_a_file_whose_size_is_forgotten_is_decoded_again() -> None:
     known, decode = KnownPictures(), Decoder()
     first = read(known, URL, decode)
-    known._sizes.clear()
+    known._files.clear()
     assert read(known, URL, decode).digest == first.digest
     assert decode.count == 2
 

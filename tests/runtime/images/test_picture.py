@@ -179,9 +179,9 @@ def test_few_sizes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_module, "MOST_KNOWN", 2)
     known = KnownPictures()
     for number, digest in enumerate((b"a", b"b", b"a", b"c")):
-        if known.size_of(digest) is None:
-            known.note_size(digest, (number, 1))
-    assert [known.size_of(each) for each in (b"a", b"b", b"c")] == [(0, 1), None, (3, 1)]
+        if known.find(digest) is None:
+            known.note(digest, (number, 1))
+    assert [known.find(each) for each in (b"a", b"b", b"c")] == [(0, 1), None, (3, 1)]
 
 
 @pytest.mark.parametrize("sends", [True, False])

@@ -3,6 +3,7 @@
 import base64
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import httpx2
 import pytest
@@ -15,8 +16,9 @@ from lowbit.runtime.images.pixels import Pixels, PixelStore
 from lowbit.runtime.serve.link import messages
 from lowbit.runtime.serve.link.messages import Begin, FileFound
 from lowbit.runtime.serve.request import images as module
+from lowbit.runtime.serve.request.images import UNREADABLE
 from tests.runtime.images.pictures import picture, saved
-from tests.runtime.serve.conftest import SHORT, Running, post, turns, until
+from tests.runtime.serve.conftest import LEFT_OUT, SHORT, Running, post, turns, until
 from tests.runtime.serve.test_images import (
     CHAT,
     FIELD,
@@ -86,6 +88,23 @@ def test_a_later_turn_neither_decodes_an_image_nor_sends_it(
     assert not [each for each in sent if isinstance(each, FileFound)]
 
 
+def test_a_later_turn_decodes_no_damaged_image(
+    seeing: Running, noted: Noted, urls: Iterator[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, _ = noted
+    pixels = Mock(side_effect=decode_image)
+    monkeypatch.setattr(limits, "decode_image", pixels)
+    whole = next(urls)
+    damaged = user(text(CHAT, "See "), image(CHAT, whole[: len(whole) // 2 // 4 * 4]))
+    refused = post(seeing, CHAT, messages=[damaged])
+    assert (refused.status_code, len(texts), pixels.call_count) == (400, 1, 1)
+    for _ in range(2):
+        assert post(seeing, CHAT, messages=[damaged]).json() == refused.json()
+        found = post(seeing, CHAT, messages=[damaged, *LATER])
+        assert found.headers[LEFT_OUT] == UNREADABLE
+    assert (len(texts), pixels.call_count) == (1, 1)
+
+
 def test_an_image_whose_pixels_are_not_handed_on_is_sent_when_it_is_needed(
     seeing: Running, noted: Noted, urls: Iterator[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,8 +126,8 @@ def test_an_image_whose_pixels_are_not_handed_on_is_sent_when_it_is_needed(
     assert len([each for each in sent if isinstance(each, FileFound)]) == 2
     monkeypatch.undo()
     vision._kept.clear()
-    vision.known._sizes.clear()
-    seeing.service.model.prompts.known._sizes.clear()
+    vision.known._files.clear()
+    seeing.service.model.prompts.known._files.clear()
     seeing.model.engine.forget()
     assert answer_of(CHAT, ask(seeing, CHAT, *shown)) == answer_of(CHAT, first)
 
@@ -147,7 +166,7 @@ def test_pixels_that_nobody_asks_for_are_dropped_with_the_first_token(
     shown = user(text(CHAT, "See "), image(CHAT, url))
     ask(seeing, CHAT, shown)
     known = seeing.service.model.prompts.known
-    known._sizes.clear()
+    known._files.clear()
     monkeypatch.setattr(limits, "MOST_KEPT_PIXELS", 0)
     monkeypatch.setattr(pixels, "LEAST_STORED", 1)
     kept: list[Pixels | None] = []
