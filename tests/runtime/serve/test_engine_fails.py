@@ -24,9 +24,9 @@ from lowbit.runtime.engine.scheduler import BlockManager
 from lowbit.runtime.engine.stream import Answer, Handle
 from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.apis.chat import ChatEvents
-from lowbit.runtime.serve.link import host
-from lowbit.runtime.serve.link.host import Stepper
+from lowbit.runtime.serve.link import stepper
 from lowbit.runtime.serve.link.messages import Begin
+from lowbit.runtime.serve.link.stepper import Stepper
 from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.serve.server import Server
 from lowbit.runtime.text.answer import AnswerSplitter
@@ -256,11 +256,11 @@ def test_health_fails_while_a_step_hangs(
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         patch.setattr(Engine, "_step", hang)
         with patch.context() as short:
-            short.setattr(host, "STALLED_S", 0.01)
+            short.setattr(stepper, "STALLED_S", 0.01)
             assert healthy(server)  # nobody waits
         asked = pool.submit(ask, server)
         assert begun.wait(30)  # on a busy machine a short limit ends before that
-        patch.setattr(host, "STALLED_S", 0.01)
+        patch.setattr(stepper, "STALLED_S", 0.01)
         until(lambda: not healthy(server))
         until(lambda: "hangs" in caplog.text)
         assert "in hang" in caplog.text

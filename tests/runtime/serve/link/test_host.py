@@ -18,7 +18,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.link.channel import Channel
 from lowbit.runtime.serve.link.files import RemoteFiles
-from lowbit.runtime.serve.link.host import Connection, EngineHost, Running
+from lowbit.runtime.serve.link.host import EngineHost
 from lowbit.runtime.serve.link.messages import (
     AskLoad,
     Begin,
@@ -39,6 +39,7 @@ from lowbit.runtime.serve.link.messages import (
     ToEngine,
     problem_of,
 )
+from lowbit.runtime.serve.link.stepper import Connection, Running
 from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.grammar_source import regex_source
 from tests.runtime.serve.conftest import LONG, raw_request, running, until
