@@ -89,6 +89,35 @@ def test_texts_that_are_no_values_of_fields_are_read_once(
     assert loads.call_count == 1
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        '{"a": "%" "b": 1}',
+        '{"a": "%"',
+        '{"a": "%", "b": \n "c}',
+        '{"a": "\u00e9%", "a": 1}',
+        '{"a": "%", "b": NaN}',
+        '{"a": "%"} x',
+        '{"a": "%", "b": [1,, 2], "c": "%"}',
+        '{"a": "%", "b": ' + "[" * 99 + "]" * 99 + "}",
+    ],
+)
+def test_bodies_that_are_refused_are_read_once(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused body costs no more than one that is taken."""
+    sizes: list[int] = []
+
+    def loads(raw: bytes, **options: Any) -> Any:
+        sizes.append(len(raw))
+        return strict_json.loads(raw, **options)
+
+    monkeypatch.setattr(body_json, "loads", loads)
+    body = body_of(form)
+    for each in (body, body + b"\xff"):
+        assert of(loads_body, each) == of(strict, each)
+    assert len(sizes) == 2
+    assert max(sizes) < 300
+
+
 SIGNS = st.text('aZ9=+/-\\":,{}[] \n\u00e9u\ud83d\x01', min_size=0, max_size=40)
 VALUES = st.recursive(
     st.one_of(st.integers(), st.booleans(), SIGNS),
