@@ -25,6 +25,8 @@ COLON = re.compile(rb":[ \t\r\n]{0,8}\Z")
 
 def loads_body(raw: bytes) -> Any:
     """Parse a body; errors as in `strict_json.loads`, without NaN."""
+    if len(raw) < LONG:
+        return loads(raw, nan=False)
     short = _shorten(raw)
     try:
         if short.texts and (found := short.loads()) is not None:
