@@ -193,9 +193,10 @@ def test_every_signal_from_outside_is_no_fault_of_the_job(
     with children(monkeypatch, dying(name)) as pids:
         run(work)
         assert len(pids) == 2
-    with children(monkeypatch, dying(name)) as pids:
-        assert Worker().ask(job("a")) == "a"
-        assert len(pids) == 2
+    for prelude in (None, job("p")):
+        with children(monkeypatch, dying(name)) as pids:
+            assert Worker(prelude=prelude).ask(job("a")) == "a"
+            assert len(pids) == 2
 
 
 @pytest.mark.parametrize("name", [*OWN, "SIGALRM", "SIGPROF", ""])
@@ -361,14 +362,15 @@ def test_an_end_before_a_child_is_ready_is_one_like_others(
     with children(monkeypatch, *codes, ready=False) as pids:
         run(work)
         assert len(pids) == len(codes) + 1
-    worker = Worker()
-    with children(monkeypatch, *codes, ready=False):
-        if first == "a":
-            assert worker.ask(job("a")) == "a"
-        else:
-            with pytest.raises(ResourceError, match=re.escape(first)):
-                worker.ask(job("a"))
-        assert worker.ask(job("b")) == "b"
+    for prelude in (None, job("p")):
+        worker = Worker(prelude=prelude)
+        with children(monkeypatch, *codes, ready=False):
+            if first == "a":
+                assert worker.ask(job("a")) == "a"
+            else:
+                with pytest.raises(ResourceError, match=re.escape(first)):
+                    worker.ask(job("a"))
+            assert worker.ask(job("b")) == "b"
 
 
 def test_a_coroutine_that_waits_is_no_blocking_function() -> None:
