@@ -111,6 +111,7 @@ def engine(socks: Sequence[socket.socket], step_s: float, times: Pipe | None) ->
 
 def supervise(socks: Sequence[socket.socket], listening: socket.socket) -> None:
     """The process that starts several HTTP processes; `socks` has one more, which is its own."""
+    from lowbit.runtime.serve.link.engines import Engines
     from lowbit.runtime.serve.link.process import EngineProcess
     from lowbit.runtime.serve.supervisor import Supervisor
 
@@ -118,7 +119,8 @@ def supervise(socks: Sequence[socket.socket], listening: socket.socket) -> None:
     settings = replace(SETTINGS, http_workers=len(socks) - 1)
     channel = Channel[FromEngine](socks[0], FromEngine)
     made = EngineProcess(multiprocessing.current_process(), channel, list(socks[1:]))
-    asyncio.run(Supervisor(settings, listening, made, lambda: made).serve(lambda: None))
+    engines = Engines(made, lambda: made, restarts=False)
+    asyncio.run(Supervisor(settings, listening, engines).serve(lambda: None))
 
 
 def serve(socks: Sequence[socket.socket], listening: socket.socket) -> None:
