@@ -26,6 +26,10 @@ FORMATS = frozenset(
         *("uri", "unknown"),
     )
 )
+BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+# llguidance reads bounds in FP64 and some integers in 64 bits: beyond this it rounds a bound, takes
+# values away that the schema allows, or refuses the schema.
+WIDEST_BOUND = 2**53
 # Look-ahead, look-behind and references to groups.
 UNHELD_PATTERN = re.compile(r"\(\?<?[=!]|(?<!\\)(?:\\\\)*\\[1-9k]")
 OF_NAMES = ("properties", "$defs", "definitions")  # their keys are names, not keywords
@@ -129,4 +133,6 @@ def _is_unheld(keyword: str, value: Any, schema: Mapping[str, Any]) -> bool:
         properties, required = schema.get("properties"), schema.get("required")
         optional = set(properties) if isinstance(properties, Mapping) else set()
         return bool(optional.difference(required if isinstance(required, list) else ()))
+    if keyword in BOUNDS:
+        return isinstance(value, int | float) and abs(value) > WIDEST_BOUND
     return keyword in UNHELD

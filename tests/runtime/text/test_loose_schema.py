@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from lowbit.runtime.text.loose_schema import loosened
 
@@ -46,6 +46,8 @@ HELD: list[dict[str, Any]] = [
     {"type": "string", "pattern": r"^\\1$"},
     {"type": "object", "properties": A_AND_B, "required": ["a", "b"], "minProperties": 1},
     {"enum": [{"not": 1}, "(?=x)"]},
+    {"type": "integer", "minimum": -(2**53), "maximum": 2**53},
+    {"type": "number", "exclusiveMinimum": -(2**53), "maximum": 0.5},
 ]
 
 
@@ -81,6 +83,27 @@ def test_one_of_becomes_any_of(branches: list[Any], overlap: bool) -> None:
 def test_branches_that_are_no_schemas_are_left_to_the_compiler() -> None:
     broken = [1, {"required": [["kind"]], "properties": 2}, {"required": "x"}, {"$ref": ["#"]}]
     assert loosened({"oneOf": broken}) == ({"anyOf": broken}, ["oneOf"])
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+@pytest.mark.parametrize(
+    ("bounds", "value"),
+    [
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, 2**63 - 1),
+        ({"maximum": 2**64 - 1}, 2**64 - 1),
+        ({"exclusiveMinimum": -(2**53) - 1}, -(2**53)),
+        ({"minimum": -1e300, "exclusiveMaximum": 1.7e308}, 12),
+        ({"maximum": float("inf")}, 12),
+    ],
+)
+def test_bounds_that_would_take_values_away_are_left_out(
+    kind: str, bounds: dict[str, Any], value: int
+) -> None:
+    found, left_out = loosened({"type": kind, **bounds})
+    assert (found, left_out) == ({"type": kind}, list(bounds))
+    tokens = LLTokenizer("byte")
+    matcher = LLMatcher(tokens, LLMatcher.grammar_from_json_schema(json.dumps(found)))
+    assert matcher.consume_tokens(tokens.tokenize_str(str(value)))
 
 
 @pytest.mark.parametrize("schema", HELD)
