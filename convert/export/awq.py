@@ -18,6 +18,7 @@ from lowbit.convert.export.outputs import Output, constant, every_output, transp
 from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.source import BLOCK_WEIGHTS, HEAD, Linear, PackedSource, as_one
 from lowbit.convert.export.unquantized_names import unquantized_kinds
+from lowbit.formats.architectures import vision_prefix
 from lowbit.formats.layout.packing import unpack
 from lowbit.formats.layout.quantization_config import KEY
 from lowbit.formats.safetensors.checkpoint import Checkpoint
@@ -69,14 +70,18 @@ def _linear(source: PackedSource, linear: Linear) -> Iterator[Output]:
 
 def config(source: PackedSource) -> dict[str, Any]:
     """config.json of the export."""
-    scheme = source.linears[0].scheme
+    scheme, kept = source.linears[0].scheme, unquantized_kinds(source)
+    # vLLM looks for parts of names, transformers for beginnings and ends.
+    tower = vision_prefix(source.plain_config, [info.name for info in source.dense])
+    if tower is not None and "visual" in kept:
+        kept.append(tower.removesuffix("."))
     section = {
         "quant_method": "awq",
         "bits": 4,
         "group_size": -1 if scheme.group_size is None else scheme.group_size,
         "zero_point": True,
         "version": "gemm",
-        "modules_to_not_convert": unquantized_kinds(source),
+        "modules_to_not_convert": kept,
     }
     return {**source.plain_config, KEY: section}
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from lowbit.convert.export.export import export
 from lowbit.formats.errors import FormatError
@@ -58,8 +59,14 @@ def test_values_are_those_of_the_packed_folder(tmp_path: Path, pack_hybrid: Any)
             "lm_head",
             "visual",
             "mtp",
+            "model.visual",
         ],
     }
+    for name in written:  # transformers leaves as they are what has no codes, and nothing else
+        module, _, kind = name.rpartition(".")
+        if kind in ("qweight", "weight") and written[name].dim() == 2:
+            converted = should_convert_module(module, section["modules_to_not_convert"])
+            assert converted == (kind == "qweight") or "embed" in module, name
 
 
 def test_golden_word(tmp_path: Path, pack_dense: Any) -> None:
