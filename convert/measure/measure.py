@@ -22,7 +22,7 @@ from lowbit.convert.original.progress import Meter, Note, Progress, silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.plan.memory import check_free, logits_peak_bytes
-from lowbit.convert.texts.evaluation import EvalText, Text, tokenize
+from lowbit.convert.texts.evaluation import NOISY, EvalText, Text, tokenize
 from lowbit.formats.activation_modes import Activations
 from lowbit.formats.architectures import read_config
 from lowbit.formats.architectures.names import MTP_PREFIX
@@ -30,7 +30,6 @@ from lowbit.formats.draft_head import open_draft_head
 from lowbit.formats.errors import CheckpointError, QuantizationError
 from lowbit.formats.text.tokenizer import load_text_tokenizer
 
-NOISY = 32  # windows of the first text that also pass through the original in BF16
 WATCHED = 4  # windows on which outputs of linears are compared
 MOST_FLIPS = 12
 FLIP_CHARACTERS = 80  # of the text before one

@@ -12,10 +12,12 @@ from lowbit.convert.original.rotation import rotation_bytes, why_not_rotated
 from lowbit.convert.pipeline.folder import check_small_files, name_of_copy, passed_through
 from lowbit.convert.pipeline.predicted_size import SourceFiles, files_of
 from lowbit.convert.plan.calibration_cost import (
+    Shapes,
     Windows,
     calibration_flops,
     conversion_seconds,
     measured_rate,
+    report_seconds,
     rounding_seconds,
     shapes_of,
 )
@@ -34,6 +36,13 @@ from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.plan import MethodChooser, Plan
 from lowbit.convert.quantize.session import SAMPLES, CalibrationRequest
 from lowbit.convert.texts.calibration import bundled_texts
+from lowbit.convert.texts.evaluation import (
+    LONG_TOKENS,
+    LONGEST,
+    NOISY,
+    WINDOW,
+    default_texts,
+)
 from lowbit.formats.architectures import part_of, read_config
 from lowbit.formats.architectures.footprint import (
     DEFAULT_CONTEXT,
@@ -63,6 +72,14 @@ class MethodCost:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportCost:
+    """Expected size of the bundled evaluation texts, and time of a report on them."""
+
+    tokens: int  # that logits are compared on, those of longer windows included
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
     """A conversion that can begin."""
 
@@ -71,6 +88,7 @@ class Estimate:
     windows: Windows  # of the calibration text, estimated from its size
     costs: tuple[MethodCost, ...]  # of `methods`, and of the plan's own where it is none of them
     obstacle: str | None  # reason why `auto` does not rotate the checkpoint; None where it does
+    report: ReportCost | None = None  # None of a drafter, which has none
     choice: TargetChoice | None = None  # bits chosen for a target; None where the recipe gives them
     effort: EffortPlan | None = None  # that chose the method; None where it was named, or by `auto`
 
@@ -119,7 +137,7 @@ def estimate(
     if sizes.block_drafts is not None:  # it is rounded to nearest
         seconds = rounding_seconds(sum(plan.parameters.values()), device.type, units_of(device))
         rounded = MethodCost(used, seconds, None)
-        return Estimate(plan, device, windows, (rounded,), DRAFTER, choice, effort)
+        return Estimate(plan, device, windows, (rounded,), DRAFTER, None, choice, effort)
     shapes = shapes_of(source.config, plan.schemes, source.tensors)
     obstacle = obstacle_of(source, plan.schemes, plan.written)
     told = None if effort is None else effort.rate  # its line and these rows agree
@@ -137,7 +155,8 @@ def estimate(
     shown = methods(obstacle is None, sizes.experts is not None)
     others = () if used in shown else (used,)
     costs = tuple(cost(method) for method in (*shown, *others))
-    return Estimate(plan, device, windows, costs, obstacle, choice, effort)
+    report = expected_report(shapes, sizes.max_position_embeddings, device.type, units, rate)
+    return Estimate(plan, device, windows, costs, obstacle, report, choice, effort)
 
 
 def method_chooser(
@@ -220,6 +239,19 @@ def run_memory(plan: Plan) -> RunMemory:
         int8_sequence_bytes=vectors * INT8_CACHE.vector_bytes(sizes.head_dim) + states,
         vision_bytes=sum(step.output_bytes for step in plan.vision_steps),
     )
+
+
+def expected_report(
+    shapes: Shapes, context: int, device: str, units: int, rate: float
+) -> ReportCost:
+    """Tokens of the bundled evaluation texts, and time of a report on them."""
+    sizes = [len(text.content.encode()) / BYTES_A_TOKEN for text in default_texts()]
+    window, longest = min(WINDOW, context), min(LONGEST, context)
+    short = Windows(math.ceil(sum(sizes) / window), window)
+    noisy = Windows(min(NOISY, math.ceil(sizes[0] / window)), window)
+    longer = Windows(LONG_TOKENS // longest if context >= 2 * WINDOW else 0, longest)
+    passed, tokens = (short, short, noisy, longer, longer), short.tokens + longer.tokens
+    return ReportCost(tokens, report_seconds(shapes, passed, tokens, device, units, rate))
 
 
 def expected_windows(request: CalibrationRequest, context: int, device: str) -> Windows:

@@ -11,6 +11,8 @@ the decoder's layers:
     costs       W t SETS            measured: each of SETS variants passes half of the layers on
                                     average, with t tokens, and the head: 2 V h t (SETS + 1)
     estimates   2 (6 W + 8 V h) t   of costs: one pass forward and one backward
+    report      2 (W + V h + 2 L h l) t   of t tokens that a model passes in windows of l, through
+                                    L layers; the original and the packed model pass the text
 
 They run at SHARE of the rate of plain matrix products; the rest is attention, norms, columns of
 codes chosen one by one, and reading weights.
@@ -58,6 +60,9 @@ ROUNDED = {"cpu": 32e6, "cuda": 200e6}  # on a CPU for each core
 # Seconds of a step of autoround on a GPU at least, by the launches of its kernels: SmolLM2-135M
 # takes 99 s for 30 layers on an H200, Coder-0.5B 87 s for 24.
 STEP_SECONDS = {"cpu": 0.0, "cuda": 0.016}
+# Of a token and row of the head, for the sums of a report in FP64; on a CPU for each core. Measured
+# on a Xeon with AVX-512; on a GPU an estimate.
+LOGIT_SECONDS = {"cpu": 1e-8, "cuda": 2e-10}
 START_SECONDS = {"cpu": 5.0, "cuda": 15.0}  # of imports and first kernels, where a text is read
 
 LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
@@ -166,6 +171,24 @@ def estimates_flops(shapes: Shapes, measured: Windows) -> float:
     """Floating-point operations of estimating the cost of every fused set."""
     head = shapes.vocabulary * shapes.hidden
     return 2.0 * measured.tokens * (6 * shapes.active + 8 * head)
+
+
+def report_seconds(
+    shapes: Shapes, passed: Collection[Windows], compared: int, device: str, units: int, rate: float
+) -> float:
+    """Time of a report.
+
+    Args:
+        passed: windows that models pass, each as often as one does.
+        compared: tokens whose logits are compared.
+        units: cores of a CPU.
+        rate: operations a second of a calibration there.
+    """
+    weights = shapes.active + shapes.vocabulary * shapes.hidden
+    attention = 2 * len(shapes.layers) * shapes.hidden  # a token and token of its window
+    flops = sum(2.0 * each.tokens * (weights + attention * each.length) for each in passed)
+    sums = LOGIT_SECONDS[device] * compared * shapes.vocabulary
+    return flops / rate + sums / (units if device == "cpu" else 1)
 
 
 def operations_a_second(device: str, units: int) -> float:

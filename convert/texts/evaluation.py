@@ -15,6 +15,7 @@ from lowbit.formats.text.tokenizer import load_text_tokenizer
 WINDOW = 512
 LONGEST = 8192  # of a window for figures by position
 LONG_TOKENS = 16384  # of all such windows
+NOISY = 32  # windows of the first text that also pass through the original in BF16
 BUNDLED = (
     ("prose", "WikiText-2 test, first 200 kB", "wikitext2-test-200kB.txt"),
     ("maths", "GSM8K test, first 40 kB", "gsm8k-test-40kB.txt"),

@@ -53,6 +53,9 @@ def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
         for line in effort_lines(ahead.effort):
             console.print(line)
     console.print(methods(ahead))
+    if report := ahead.report:
+        spent = f"{about(report.seconds)} beside the conversion"
+        console.print(f"--report compares logits on about {report.tokens:,} tokens: {spent}")
     for use in _use_lines(made):
         console.print(use)
     if needs := _one_scheme_needs(ahead):
@@ -360,4 +363,5 @@ def methods_json(ahead: Estimate) -> dict[str, Any]:
             }
             for row in ahead.costs
         ],
+        "report": None if ahead.report is None else asdict(ahead.report),
     }

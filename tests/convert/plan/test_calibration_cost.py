@@ -39,6 +39,17 @@ def test_shapes_of_a_small_model(small_config: Config) -> None:
     assert found.largest == (256, 128)
 
 
+def test_a_report_passes_windows_and_sums_logits(small_config: Config) -> None:
+    found = shapes(small_config)
+    passed = (Windows(3, 10), Windows(1, 40))
+    each = found.weights + 384 * 128
+    flops = 2 * 30 * (each + 2 * 2 * 128 * 10) + 2 * 40 * (each + 2 * 2 * 128 * 40)
+    sums = 70 * 384 * 1e-8
+    for device, units, cores in (("cpu", 4, 4), ("cuda", 132, 50)):  # a GPU's is 1 / 50 of a core's
+        expected = pytest.approx(flops / 1e9 + sums / cores)
+        assert cost.report_seconds(found, passed, 70, device, units, 1e9) == expected
+
+
 def test_linears_left_as_stored_are_passed_but_not_solved(small_config: Config) -> None:
     stored = (Override("*.mlp.*", 16), Override("lm_head", 16))
     found = shapes(small_config, Recipe(overrides=stored))
