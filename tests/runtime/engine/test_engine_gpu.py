@@ -29,6 +29,7 @@ from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
 from tests.conversions import convert
 from tests.runtime.conftest import PackedModel
 from tests.runtime.dense_embedding import dense_embedding
+from tests.runtime.hub_logits import error_ratio, hub_logits, in_bf16
 
 pytestmark = pytest.mark.gpu
 
@@ -326,12 +327,10 @@ def test_bf16_is_close_to_the_exact_weights(
 ) -> None:
     packed = make_model(mixed, **SIZES)
     hub = reference(packed)
-    ids = torch.tensor([PROMPT])
-    with torch.no_grad():
-        exact = hub(ids).logits[0].double()
-        rounded = hub.to("cuda", torch.bfloat16)(ids.cuda()).logits[0].double().cpu()
-    got = lowbit.load(packed.folder, device="cuda").logits(PROMPT).double().cpu()
-    assert (got - exact).norm() < 1.25 * (rounded - exact).norm()
+    exact = hub_logits(hub, PROMPT)
+    rounded = hub_logits(in_bf16(hub).cuda(), PROMPT)
+    ours = lowbit.load(packed.folder, device="cuda").logits(PROMPT)
+    assert error_ratio(ours, rounded, exact) < 1.25
 
 
 @pytest.mark.parametrize("base", ["int4", "int8", "int3", "int2"])

@@ -16,6 +16,7 @@ from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.state.step import StepPlan
 from tests.runtime.conftest import PackedModel
+from tests.runtime.hub_logits import error_ratio, in_bf16
 from tests.runtime.image_prompts import END, Hub, Picture, Prompt, hub_of
 
 pytestmark = pytest.mark.gpu
@@ -98,11 +99,11 @@ def test_logits_are_no_further_off_than_those_of_transformers(
     name: str, hub: Hub, load: Load
 ) -> None:
     prompt = hub.prompt(*PROMPTS[name])
-    right = hub.logits(prompt).double()
-    rounded = Hub(hub.model.bfloat16()).logits(prompt).double()
+    exact = hub.logits(prompt)
+    rounded = Hub(in_bf16(hub.model)).logits(prompt)
     given = moved(prompt)
-    ours = load().logits(given.ids, given.spans).double().cpu()
-    assert (ours - right).norm() < 1.25 * (rounded - right).norm()
+    ours = load().logits(given.ids, given.spans)
+    assert error_ratio(ours, rounded, exact) < 1.25
 
 
 @pytest.mark.parametrize("cache", ["bf16", "int8"])

@@ -31,6 +31,7 @@ from lowbit.runtime.models.loader import (
 )
 from tests.conversions import convert
 from tests.oracle import dequantized_weights
+from tests.runtime.hub_logits import distance, error_ratio, hub_logits, in_bf16
 from tests.short_models import Shorten
 
 if TYPE_CHECKING:
@@ -68,16 +69,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def hub_logits(hub: Any, ids: list[int]) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = hub(torch.tensor([ids])).logits[0]
-    return logits
-
-
-def distance(got: Tensor, expected: Tensor) -> float:
-    return float((got.double() - expected.double()).abs().max() / expected.abs().max())
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_fp32_logits_match_transformers_whatever_the_chunks(
     name: str, make_experts: Make, reference: Reference, set_chunk: Callable[[int], None]
@@ -96,10 +87,11 @@ def test_bf16_is_no_further_off_than_transformers_in_bf16(
 ) -> None:
     packed = make_experts(hybrid)
     hub = reference(packed)
-    right = hub_logits(hub, IDS).double()
-    rounded = hub_logits(hub.bfloat16(), IDS).double()
-    ours = lowbit.load(packed.folder, device="cpu").logits(IDS).double()
-    assert (ours - right).norm() < 1.25 * (rounded - right).norm()
+    exact = hub_logits(hub, IDS)
+    rounded = hub_logits(in_bf16(hub), IDS)
+    ours = lowbit.load(packed.folder, device="cpu").logits(IDS)
+    # 0.47 to 1.18: the error is mostly that of a few tokens that go to another expert
+    assert error_ratio(ours, rounded, exact) < 1.25
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ from lowbit.runtime.models.vision import (
     stream,
 )
 from tests.conversions import convert
+from tests.runtime.hub_logits import in_bf16
 from tests.runtime.images.pictures import SETTINGS, picture, saved
 from tests.seeing_models import make_seeing
 
@@ -218,7 +219,7 @@ def test_bfloat16_is_as_near_as_that_of_transformers(models: Models, tmp_path: P
     assert opened.weight_bytes(torch.bfloat16) == sum(
         parameter.numel() * 2 for parameter in theirs.parameters()
     )
-    half = make_seeing(tmp_path / "again").model.visual.to(torch.bfloat16)
+    half = in_bf16(make_seeing(tmp_path / "again").model.visual)
     for grid in GRIDS:
         image = random_patches(ours, *grid)
         expected = exact(image)

@@ -11,6 +11,7 @@ import torch
 from lowbit.formats.packed import open_packed
 from lowbit.runtime.images.patches import ImagePatches
 from lowbit.runtime.models.vision import load_tower, open_tower
+from tests.runtime.hub_logits import in_bf16
 from tests.runtime.images.pictures import SETTINGS
 from tests.seeing_models import make_seeing
 
@@ -47,9 +48,7 @@ def tensors_of(part: object) -> Iterator[torch.Tensor]:
 def test_tokens_are_those_of_transformers(tmp_path: Path, shape: str) -> None:
     theirs = make_seeing(tmp_path, **SHAPES[shape]).model.visual
     half = make_seeing(tmp_path, **SHAPES[shape]).model.visual
-    half = half.to(device="cuda", dtype=torch.bfloat16)
-    # `to` has rounded the frequencies of rotations.
-    half.rotary_pos_emb.inv_freq = theirs.rotary_pos_emb.inv_freq.cuda()
+    half = in_bf16(half).cuda()
     opened = open_tower(open_packed(tmp_path).checkpoint)
     exact = load_tower(opened, "cuda", torch.float32)
     rounded = load_tower(opened, "cuda", torch.bfloat16)

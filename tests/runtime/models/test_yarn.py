@@ -10,6 +10,7 @@ import lowbit.runtime as lowbit
 from lowbit.formats.architectures import read_config
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.state.rope import rope_tables
+from tests.runtime.hub_logits import hub_logits
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -46,12 +47,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 Reference = Callable[["PackedModel"], Any]
-
-
-def hub_logits(hub: Any, ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = hub(torch.tensor([ids])).logits[0]
-    return logits
 
 
 @pytest.fixture(params=MODELS)
