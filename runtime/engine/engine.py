@@ -20,7 +20,7 @@ from lowbit.runtime.backends.step_threads import StepThreads
 from lowbit.runtime.engine.constraints import free_tokens_of, restrict
 from lowbit.runtime.engine.draft_source import DraftSource
 from lowbit.runtime.engine.early_reads import EarlyReads
-from lowbit.runtime.engine.packs import Chunk, Pack
+from lowbit.runtime.engine.packs import Chunk, PackLimits, fill_pack
 from lowbit.runtime.engine.prompt_images import PromptImages, images_of
 from lowbit.runtime.engine.request import Request, limits_of
 from lowbit.runtime.engine.results import PendingStep
@@ -284,7 +284,7 @@ class Engine:
         """Run the next chunks of prompts; behind the last ones choose the first new tokens.
 
         Args:
-            pack: their sequences, see `Pack`.
+            pack: their sequences, see `fill_pack`.
             until: time after which the chunk pauses between two layers; None for no pause.
 
         Returns:
@@ -459,8 +459,8 @@ class Engine:
         if first is None or first.next_count > self.runner.pack_tokens:
             return [] if first is None else [first]
         most = min(self.runner.pack_tokens, max(budget, first.next_count))
-        pack = Pack(most, self.runner.pack_keys, self.scheduler.capacity.chunk)
-        return pack.fill(self.scheduler.prompts, partial(self._next_prompt, beside=True))
+        limits = PackLimits(most, self.runner.pack_keys, self.scheduler.capacity.chunk)
+        return fill_pack(self.scheduler.prompts, limits, partial(self._next_prompt, beside=True))
 
     def _next_prompt(self, beside: bool = False) -> Sequence | None:
         scheduler = self.scheduler

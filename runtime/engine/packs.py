@@ -7,6 +7,8 @@ where activations have eight bits, else for up to EXACT_TOKENS: beyond, how they
 depends on it.
 """
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -32,69 +34,49 @@ class Chunk:
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
-@dataclass(slots=True)
-class Pack:
-    """Sequences whose next chunks pass the layers together."""
+@dataclass(frozen=True, slots=True)
+class PackLimits:
+    """Sizes that the chunks of a pack fit."""
 
-    most: int  # tokens
-    most_keys: int | None  # of all sequences, those of the chunks included; None for any number
+    tokens: int
+    keys: int | None  # of all sequences, those of the chunks included; None for any number
     # Tokens left of prompts beside the first one, from which on none is given room: whoever asks
     # later waits for these, even if it were the turn of that client
-    most_left: int
-    sequences: list[Sequence] = field(default_factory=list)
-    _tokens: int = 0  # of their chunks
-    _keys: int = 0  # behind them
-    _left: int = 0  # of prompts that do not fit, and a share of what lies behind the others' chunks
+    left: int
 
-    def fill(
-        self, prompts: list[Sequence], open_beside: Callable[[], Sequence | None]
-    ) -> list[Sequence]:
-        """Take the first of the sequences whose prompts run, and those that fit beside it.
 
-        Args:
-            prompts: these sequences; a longer list once another one has been opened.
-            open_beside: gives room to another sequence that waits; None if it has to wait.
+def fill_pack(
+    prompts: list[Sequence], limits: PackLimits, open_beside: Callable[[], Sequence | None]
+) -> list[Sequence]:
+    """The first sequence and those whose next chunks fit beside its own, opened ones included.
 
-        Returns:
-            Those that have been taken.
-        """
-        for each in prompts:
-            self._take(each)
-        while self._has_room and len(prompts) < PACK_SEQUENCES:
-            opened = open_beside()
-            if opened is None:
-                break
-            self._take(opened)  # or a later pack does, see `_left`
-        return self.sequences
-
-    @property
-    def _has_room(self) -> bool:
-        """True if another sequence may fit, and not too much is left of those that have room."""
-        room = self._tokens < self._limit and self._left < self.most_left
-        return room and packable(self.sequences[0])
-
-    @property
-    def _limit(self) -> int:
-        """Most tokens of chunks of the first one's kind; short ones are few, see `is_short`."""
-        return min(self.most, EXACT_TOKENS) if is_short(self.sequences[0]) else self.most
-
-    def _take(self, sequence: Sequence) -> None:
-        """Take the first sequence, or one that fits beside it."""
-        count = sequence.next_count
-        tokens, keys = self._tokens + count, self._keys + sequence.next_stop
-        if self.sequences:
-            first = self.sequences[0]
-            alike = is_short(sequence) == is_short(first)
-            fits = tokens <= self._limit and len(self.sequences) < PACK_SEQUENCES
-            if self.most_keys is not None:
-                fits = fits and keys <= self.most_keys
-            if not (alike and fits and packable(first) and packable(sequence)):
-                self._left += len(sequence.request.prompt) - sequence.length
-                return
+    Args:
+        prompts: sequences whose prompts run, at least one.
+        open_beside: gives room to another sequence that waits; None if it has to wait.
+    """
+    first, *rest = prompts
+    if not packable(first):
+        return [first]
+    most = min(limits.tokens, EXACT_TOKENS) if is_short(first) else limits.tokens
+    most_keys = math.inf if limits.keys is None else limits.keys
+    pack, tokens, keys = [first], first.next_count, first.next_stop
+    left = 0  # of prompts that do not fit, and a share of what lies behind the others' chunks
+    others, seen = deque(rest), 1
+    while others or (seen < PACK_SEQUENCES and tokens < most and left < limits.left):
+        each = others.popleft() if others else open_beside()
+        if each is None:
+            break
+        seen += 1
+        count, stop = each.next_count, each.next_stop
+        fits = len(pack) < PACK_SEQUENCES and tokens + count <= most and keys + stop <= most_keys
+        if fits and packable(each) and is_short(each) == is_short(first):
+            pack.append(each)
+            tokens, keys = tokens + count, keys + stop
             # Their next chunks pass together, too
-            self._left += (len(sequence.request.prompt) - sequence.next_stop) // PACK_SEQUENCES
-        self.sequences.append(sequence)
-        self._tokens, self._keys = tokens, keys
+            left += (len(each.request.prompt) - stop) // PACK_SEQUENCES
+        else:
+            left += len(each.request.prompt) - each.length
+    return pack
 
 
 def is_short(sequence: Sequence) -> bool:

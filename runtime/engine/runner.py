@@ -204,7 +204,7 @@ class Runner:
         """Run the next chunks of prompts through the layers; steps may be run between two.
 
         Args:
-            sequences: several of up to `pack_tokens` in all, see `Pack`; images only with one.
+            sequences: several of up to `pack_tokens` in all, see `fill_pack`; images only with one.
             last: only the last tokens' hidden states are wanted.
 
         Yields:

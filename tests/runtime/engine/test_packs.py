@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lowbit.runtime as lowbit
-from lowbit.runtime.engine.packs import Pack, is_short
+from lowbit.runtime.engine.packs import PackLimits, fill_pack, is_short
 from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import Sequence
@@ -32,6 +32,7 @@ CONTEXT, ROWS = 256, 6
 IDS = torch.randint(255, (9, 250), generator=torch.Generator().manual_seed(7)).tolist()
 END = 255  # token that ends a message
 ENDS = frozenset({END})
+LIMITS = PackLimits(1024, None, CHUNK)
 LOGPROBS = lowbit.SamplingParams(logprobs=2)
 Packs = list[tuple[int, ...]]  # tokens of each sequence of a chunk
 
@@ -234,7 +235,7 @@ def test_a_pack_has_chunks_of_one_kind(counts: list[int], taken: int) -> None:
         prompts.append(waiting.pop(0))
         return prompts[-1]
 
-    found = Pack(1024, None, CHUNK).fill(prompts, open_beside)
+    found = fill_pack(prompts, LIMITS, open_beside)
     assert found[0] is given[0]
     assert len(found) == taken
     assert len({is_short(each) for each in found}) == 1
@@ -244,8 +245,8 @@ def test_a_pack_has_chunks_of_one_kind(counts: list[int], taken: int) -> None:
 
 def test_a_pack_has_no_more_keys_than_can_be_widened() -> None:
     given = [sequence(100, length) for length in (0, 400, 700)]
-    assert Pack(1024, 700, CHUNK).fill(list(given), lambda: None) == given[:2]
-    assert Pack(1024, None, CHUNK).fill(list(given), lambda: None) == given
+    assert fill_pack(given, PackLimits(1024, 700, CHUNK), lambda: None) == given[:2]
+    assert fill_pack(given, LIMITS, lambda: None) == given
 
 
 def test_a_pack_is_opened_no_further_than_it_may_grow() -> None:
@@ -257,7 +258,7 @@ def test_a_pack_is_opened_no_further_than_it_may_grow() -> None:
         prompts.append(sequence(300))
         return prompts[-1]
 
-    assert len(Pack(1024, None, CHUNK).fill(prompts, open_beside)) == 2
+    assert len(fill_pack(prompts, LIMITS, open_beside)) == 2
     assert len(prompts) <= PACK_SEQUENCES
 
 
@@ -269,12 +270,9 @@ def test_few_prompts_that_do_not_fit_are_given_room(count: int, more: int) -> No
         prompts.append(sequence(count))
         return prompts[-1]
 
-    pack = Pack(1024, None, CHUNK)
-    assert pack.fill(prompts, open_beside) == prompts[:1]
-    assert len(prompts) == 1 + more
-    again = Pack(1024, None, CHUNK)
-    assert again.fill(list(prompts), open_beside) == prompts[:1]
-    assert len(prompts) == 1 + more
+    for _ in range(2):
+        assert fill_pack(prompts, LIMITS, open_beside) == prompts[:1]
+        assert len(prompts) == 1 + more
 
 
 @pytest.mark.parametrize(
@@ -292,7 +290,7 @@ def test_few_prompts_of_which_much_is_left_are_given_room(tokens: int, taken: in
         prompts.append(begun(tokens))
         return prompts[-1]
 
-    assert len(Pack(1024, None, CHUNK).fill(prompts, open_beside)) == len(prompts) == taken
+    assert len(fill_pack(prompts, LIMITS, open_beside)) == len(prompts) == taken
 
 
 def test_a_client_that_comes_later_waits_for_no_queue_of_another(
