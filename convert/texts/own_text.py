@@ -31,10 +31,10 @@ from lowbit.formats.errors import CheckpointError, RequestError, ResourceError
 from lowbit.formats.files.atomic import check_place, replace_file
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.hub.locate import locate
+from lowbit.formats.machine.cores import multiplies_bf16
 from lowbit.formats.text.template import THINKING, ChatTemplate, load_chat_template
 from lowbit.formats.text.tokenizer import TextTokenizer, load_text_tokenizer
 
-FAST_BF16 = "AVX512"  # of CPUs; on others BF16 products are many times slower than FP32
 BATCH = {"cpu": 16, "cuda": 256}  # answers at a time, where memory allows
 CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
@@ -282,9 +282,8 @@ def _message(prompt: str) -> list[dict[str, str]]:
 
 def dtype_on(device: torch.device) -> torch.dtype:
     """The dtype in which a device runs a model: BF16, but FP32 on a CPU without fast BF16."""
-    if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != FAST_BF16:
-        return torch.float32
-    return torch.bfloat16
+    in_bf16 = device.type != "cpu" or multiplies_bf16()
+    return torch.bfloat16 if in_bf16 else torch.float32
 
 
 def build_model(weights: Weights, dtype: torch.dtype) -> Any:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import lowbit.runtime as lowbit
 from lowbit.formats.layout.recipes import Base
-from lowbit.runtime.backends.cpu_linear import multiplies_bf16
+from lowbit.formats.machine.cores import multiplies_bf16
 
 
 def prompt_of(model: lowbit.Model, ids: list[int]) -> Callable[[], object]:

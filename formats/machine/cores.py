@@ -1,7 +1,8 @@
-"""The processor of this machine: its cores, and who made it."""
+"""The processor of this machine: its cores, who made it, and how it multiplies."""
 
 import os
 import platform
+from functools import lru_cache
 from pathlib import Path
 
 INTEL = "GenuineIntel"
@@ -23,3 +24,18 @@ def is_intel() -> bool:
             return any(key.strip() == "vendor_id" and INTEL in value for key, _, value in lines)
     except OSError:  # no Linux
         return INTEL in platform.processor()
+
+
+@lru_cache(maxsize=1)
+def multiplies_bf16() -> bool:
+    """True if PyTorch multiplies BF16 matrices in hardware here, faster than FP32 ones.
+
+    Intel's AVX-512 multiplies as many numbers of BF16 as of FP32 in a clock, AMD's twice as many:
+    1,024 tokens ran at 196 and 383 GFLOP/s on two cores of a Xeon without AMX.
+    """
+    import torch  # here, since commands that need none count cores
+
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    avx512: bool = torch.cpu._is_avx512_bf16_supported()
+    return torch.cpu._is_amx_tile_supported() or (avx512 and not is_intel())

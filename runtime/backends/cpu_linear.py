@@ -33,7 +33,7 @@ from torch.nn import functional
 from lowbit.formats.activation_modes import Activations, Inputs
 from lowbit.formats.layout.packing import dequantize, unpack
 from lowbit.formats.layout.scheme import Scheme, fitting_group_size
-from lowbit.formats.machine.cores import is_intel
+from lowbit.formats.machine.cores import multiplies_bf16
 from lowbit.runtime.backends.cpu_int8 import (
     GroupedCodes,
     grouped,
@@ -270,19 +270,6 @@ def _put_blocks(words: Tensor, blocks: Tensor) -> None:
         first, second = packed[part, 0], packed[part, 1]  # rows r, and r + R / 2
         low[part] = ((first & 15) | (second << PLANE_BITS)).swapaxes(1, 2)
         high[part] = ((first >> PLANE_BITS) | (second & 0xF0)).swapaxes(1, 2)
-
-
-@lru_cache(maxsize=1)
-def multiplies_bf16() -> bool:
-    """True if PyTorch multiplies BF16 matrices in hardware here, faster than FP32 ones.
-
-    Intel's AVX-512 multiplies as many numbers of BF16 as of FP32 in a clock, AMD's twice as many:
-    1,024 tokens ran at 196 and 383 GFLOP/s on two cores of a Xeon without AMX.
-    """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    avx512: bool = torch.cpu._is_avx512_bf16_supported()
-    return torch.cpu._is_amx_tile_supported() or (avx512 and not is_intel())
 
 
 @lru_cache(maxsize=1)

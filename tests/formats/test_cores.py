@@ -1,9 +1,10 @@
-"""Makers of processors, as systems name them."""
+"""Makers of processors, as systems name them, and products in BF16."""
 
 import platform
 from pathlib import Path
 
 import pytest
+import torch
 
 from lowbit.formats.machine import cores
 
@@ -41,3 +42,28 @@ def test_others(
     monkeypatch.setattr(cores, "CPUINFO", tmp_path / "none")
     monkeypatch.setattr(platform, "processor", lambda: named)
     assert cores.is_intel() is expected
+
+
+@pytest.mark.parametrize(
+    ("mkldnn", "amx", "avx512", "intel", "expected"),
+    [
+        (True, False, False, True, False),
+        (True, False, True, True, False),  # as fast as FP32
+        (True, False, True, False, True),
+        (True, True, True, True, True),
+        (False, True, True, False, False),
+    ],
+)
+def test_fast_products_in_bf16(
+    mkldnn: bool,
+    amx: bool,
+    avx512: bool,
+    intel: bool,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: mkldnn)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(cores, "is_intel", lambda: intel)
+    assert cores.multiplies_bf16.__wrapped__() is expected

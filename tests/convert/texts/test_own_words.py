@@ -181,3 +181,12 @@ def test_shapes_are_compared_before_anything_is_read(tiny: Path, tmp_path: Path)
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 512}))
     with pytest.raises(CheckpointError, match=r"has shape \[768, 256\], expected \[512, 256\]"):
         build_model(open_weights(folder), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_cpu_without_fast_bf16_answers_in_fp32(
+    fast: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_text, "multiplies_bf16", lambda: fast)
+    assert own_text.dtype_on(CPU) == dtype
+    assert own_text.dtype_on(torch.device("cuda")) == torch.bfloat16
