@@ -18,7 +18,7 @@ from lowbit.convert.export.source import (
 )
 from lowbit.convert.export.unquantized_names import layer_of
 from lowbit.convert.original.progress import Advance
-from lowbit.convert.plan.plan import EXPERTS
+from lowbit.convert.plan.parts import EXPERTS
 from lowbit.convert.report.formatting import size
 from lowbit.formats.architectures.names import any_expert, expert_of, spans
 from lowbit.formats.architectures.table import TensorSpec

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from lowbit.convert.original.rotation import Rotation
 from lowbit.convert.original.weights import Weights
-from lowbit.convert.plan.plan import HEAD, Plan, draft_scheme
+from lowbit.convert.plan.parts import HEAD
+from lowbit.convert.plan.plan import Plan, draft_scheme
 from lowbit.convert.quantize.rounding import search_on
 from lowbit.convert.texts.token_counts import Vocabulary, choose_vocabulary
 from lowbit.formats.draft_head import DraftHead

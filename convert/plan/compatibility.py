@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowbit.convert.plan.plan import Plan, and_more
+from lowbit.convert.plan.parts import and_more
+from lowbit.convert.plan.plan import Plan
 from lowbit.formats.architectures import is_carried, is_drafter, kind_of
 from lowbit.formats.architectures.decoder import TEXT
 from lowbit.formats.architectures.names import MTP_PREFIX, expert_of

@@ -13,7 +13,8 @@ import torch
 from lowbit.convert.original.rotation import Role, rotation_roles, why_not_rotated
 from lowbit.convert.plan.choice_of_method import check_method
 from lowbit.convert.plan.method import Method
-from lowbit.convert.plan.recipe import DROP, Recipe, check_tied_embedding
+from lowbit.convert.plan.parts import SourceParts, parts_of
+from lowbit.convert.plan.recipe import Recipe, check_tied_embedding
 from lowbit.formats.architectures import (
     Part,
     is_carried,
@@ -23,9 +24,7 @@ from lowbit.formats.architectures import (
     never_quantized,
     part_of,
     read_config,
-    tensor_table,
     untied,
-    unused,
     without_mtp,
 )
 from lowbit.formats.architectures.table import TensorSpec
@@ -43,15 +42,12 @@ from lowbit.formats.layout.quantization_config import (
     write_quantization_config,
 )
 from lowbit.formats.layout.scheme import Scheme, fitting_group_size
-from lowbit.formats.packed import FLOATS, OUTPUT_DTYPES
+from lowbit.formats.packed import OUTPUT_DTYPES
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, MAX_CONFIG_BYTES, TensorInfo
-from lowbit.formats.safetensors.leftovers import leftovers
 from lowbit.formats.safetensors.shards import Shard, lay_out
 from lowbit.formats.weight_bits import bits_per_weight, count_parameters
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-HEAD = "lm_head.weight"
-EXPERTS = ".experts."
 RECORD_BYTES = 260  # of a tensor in lowbit.json, its name aside
 NAME_OR_PATH = "_name_or_path"  # transformers writes there what a model was loaded from
 LARGE_VOCABULARY = 100_000  # from which on a draft head pays, unless the recipe says otherwise
@@ -196,6 +192,38 @@ def make_plan(
             result's config.json would be longer than readers allow.
         QuantizationError: the source is quantized already, or the recipe does not fit.
     """
+    _check_recipe(config, recipe)
+    parts, tied = parts_of(config, tensors, recipe), is_tied(config)
+    schemes = recipe.schemes(parts.table)
+    packed = next((s.module for s in parts.table if s.is_embedding and s.module in schemes), None)
+    if tied and schemes["lm_head"] is None:
+        check_tied_embedding(packed)
+        del schemes["lm_head"]  # it stays the embedding
+    method = recipe.method
+    if method is None:
+        if choose is None:
+            raise QuantizationError("the recipe names no method", hint="name one, as `rtn`")
+        method = choose(schemes, parts.written)
+    rotated = _rotated(config, schemes, parts.written, method)
+    if tied and packed is not None and not rotated and schemes["lm_head"] == schemes[packed]:
+        del schemes["lm_head"]  # the same codes serve both; a rotated head has another gain
+    steps = [
+        *_steps(parts.table, tensors, tied, schemes, rotated),
+        *_steps_aside(parts, tensors, recipe.drop_vision, rotated),
+    ]
+    outputs = [output for step in steps for output in step.outputs]
+    _check_records([name for name, _, _ in outputs] + [step.source.name for step in steps])
+    kept = [step.source.name for step in steps if step.fate != "dropped"]
+    drafts = any(part_of(config, name) == "mtp" for name in kept)
+    out_config = _output_config(config, schemes, kept, drafts)
+    shards = lay_out(outputs, max_shard_bytes)
+    rows = draft_rows(config, recipe, drafts)
+    final = replace(recipe, method=method)
+    return Plan(out_config, final, method, tuple(steps), tuple(shards), schemes, rotated, rows)
+
+
+def _check_recipe(config: Mapping[str, Any], recipe: Recipe) -> None:
+    """Refuse a source that is quantized, and a recipe that no tensor could make fit."""
     packed_by = method_of(config)
     if packed_by is not None:
         raise QuantizationError(
@@ -206,77 +234,6 @@ def make_plan(
     if recipe.method is not None:
         check_method(recipe.method, read_config(config).experts is not None, is_drafter(config))
     check_drafter(config, recipe)
-    table = tensor_table(config, tensors)
-    tied = is_tied(config)
-    carried = {name: info for name, info in tensors.items() if is_carried(config, name)}
-    left_out = dropped_mtp(config, tensors, recipe)
-    unneeded = {**leftovers(tensors), **unused(config, tensors)}
-    aside = {*carried, *left_out, *unneeded}
-    table = [spec for spec in table if not left_out or part_of(config, spec.name) != "mtp"]
-    expected = {n: info for n, info in tensors.items() if n not in aside}
-    try:
-        check_tensors(table, expected, tied)
-    except CheckpointError as error:
-        if not _fits_without_mtp(config, table, expected, tied):
-            raise
-        raise CheckpointError(
-            str(error),
-            hint="the draft head alone does not fit config.json: --mtp drop leaves it out",
-        ) from None
-    if recipe.drop_vision and not carried:
-        raise QuantizationError(
-            "the checkpoint has no vision tower to drop", hint="leave out --drop-vision"
-        )
-    schemes = recipe.schemes(table)
-    packed = next((s.module for s in table if s.is_embedding and s.module in schemes), None)
-    if tied and schemes["lm_head"] is None:
-        check_tied_embedding(packed)
-        del schemes["lm_head"]  # it stays the embedding
-    dropped = {*left_out, *unneeded, *(carried if recipe.drop_vision else ())}
-    written = {name for name in tensors if name not in dropped and not (tied and name == HEAD)}
-    method = recipe.method
-    if method is None:
-        if choose is None:
-            raise QuantizationError("the recipe names no method", hint="name one, as `rtn`")
-        method = choose(schemes, written)
-    rotated = _rotated(config, schemes, written, method)
-    if tied and packed is not None and not rotated and schemes["lm_head"] == schemes[packed]:
-        del schemes["lm_head"]  # the same codes serve both; a rotated head has another gain
-    steps = _steps(table, tensors, tied, schemes, rotated)
-    steps += [_drop(info, "multi-token prediction") for info in left_out.values()]
-    steps += [
-        TensorPlan(tensors[name], "dropped", reason, None, None, ())
-        for name, reason in unneeded.items()
-        if name not in left_out and name not in carried
-    ]
-    steps += [_carry(carried[name], recipe.drop_vision, rotated) for name in sorted(carried)]
-    outputs = [output for step in steps for output in step.outputs]
-    _check_records([name for name, _, _ in outputs] + [step.source.name for step in steps])
-    out_config = untied(config) if schemes.get("lm_head") else config
-    kept = [step.source.name for step in steps if step.fate != "dropped"]
-    drafts = any(part_of(config, name) == "mtp" for name in kept)
-    out_config = _published(out_config if drafts else without_mtp(out_config))
-    out_config[KEY] = write_quantization_config(schemes, never_quantized(config, kept))
-    _check_length(out_config)
-    shards = lay_out(outputs, max_shard_bytes)
-    rows = draft_rows(config, recipe, drafts)
-    final = replace(recipe, method=method)
-    return Plan(out_config, final, method, tuple(steps), tuple(shards), schemes, rotated, rows)
-
-
-def _fits_without_mtp(
-    config: Mapping[str, Any],
-    table: Sequence[TensorSpec],
-    tensors: Mapping[str, TensorInfo],
-    tied: bool,
-) -> bool:
-    """Tell if a checkpoint with a head for multi-token prediction would be right without it."""
-    rest = {name: info for name, info in tensors.items() if part_of(config, name) != "mtp"}
-    try:
-        check_tensors([s for s in table if part_of(config, s.name) != "mtp"], rest, tied)
-    except CheckpointError:
-        return False
-    return len(rest) < len(tensors)
 
 
 def _rotated(
@@ -295,6 +252,25 @@ def _rotated(
             hint="leave out +rotate",
         )
     return rotation_roles(config, written)
+
+
+def _output_config(
+    config: Mapping[str, Any],
+    schemes: Mapping[str, Scheme | None],
+    kept: Sequence[str],
+    drafts: bool,
+) -> dict[str, Any]:
+    """The result's config.json.
+
+    Args:
+        kept: tensors of the source of which something is in the result.
+        drafts: a head for multi-token prediction is among them.
+    """
+    made = untied(config) if schemes.get("lm_head") else config
+    made = _published(made if drafts else without_mtp(made))
+    made[KEY] = write_quantization_config(schemes, never_quantized(config, kept))
+    _check_length(made)
+    return made
 
 
 def _check_length(config: Mapping[str, Any]) -> None:
@@ -325,59 +301,6 @@ def _published(config: Mapping[str, Any]) -> dict[str, Any]:
         if key != NAME_OR_PATH or not named:
             kept[key] = _published(value) if isinstance(value, dict) else value
     return kept
-
-
-def check_tensors(
-    table: Sequence[TensorSpec], tensors: Mapping[str, TensorInfo], tied: bool
-) -> None:
-    """Compare a source's headers with its tensor table.
-
-    Raises:
-        CheckpointError: naming the first tensor that is missing, extra, misshapen or of an
-            unexpected dtype, and how many more there are.
-    """
-    expected = {spec.name: spec for spec in table}
-    missing = [name for name in expected if name not in tensors and not (tied and name == HEAD)]
-    if missing:
-        raise CheckpointError(
-            f"the checkpoint lacks `{missing[0]}`{and_more(missing)}",
-            hint=_unknown_experts(missing[0], [name for name in tensors if name not in expected])
-            or "config.json and weights do not belong together, or the download is incomplete",
-        )
-    extra = [name for name in tensors if name not in expected]
-    if extra:
-        raise CheckpointError(
-            f"the checkpoint holds `{extra[0]}`{and_more(extra)}, which its architecture does not "
-            "have"
-        )
-    for name, info in tensors.items():
-        if info.shape != expected[name].shape:
-            raise CheckpointError(
-                f"`{name}`: shape {list(info.shape)}, expected {list(expected[name].shape)}",
-                hint="config.json and weights do not belong together",
-            )
-        if info.dtype not in FLOATS:
-            raise CheckpointError(
-                f"`{name}`: dtype {info.dtype_name}, expected BF16, F16 or F32",
-                hint="convert from the BF16 checkpoint" if "8" in info.dtype_name else None,
-            )
-
-
-def _unknown_experts(missing: str, extra: Sequence[str]) -> str | None:
-    """Hint where a missing expert may be stored under a name that is not read; None elsewhere."""
-    before, experts, _ = missing.partition(EXPERTS)
-    beside = [name for name in extra if experts and name.startswith(before + experts)]
-    if not beside:
-        return None
-    return (
-        f"it holds `{beside[0]}`{and_more(beside)}; experts are read from `experts.gate_up_proj` "
-        "and `experts.down_proj`, without `.weight`, or one by one"
-    )
-
-
-def and_more(names: Sequence[str]) -> str:
-    """Words after the first of some names."""
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def _steps(
@@ -428,6 +351,23 @@ def _stored(source: TensorInfo, rotated: Collection[str]) -> Fate:
     return "rotated" if source.name in rotated else "copied"
 
 
+def _steps_aside(
+    parts: SourceParts,
+    tensors: Mapping[str, TensorInfo],
+    drop_vision: bool,
+    rotated: Collection[str],
+) -> list[TensorPlan]:
+    """Steps of the tensors that are not in the table."""
+    steps = [_drop(info, "multi-token prediction") for info in parts.dropped_mtp.values()]
+    steps += [
+        TensorPlan(tensors[name], "dropped", reason, None, None, ())
+        for name, reason in parts.unneeded.items()
+        if name not in parts.dropped_mtp and name not in parts.carried
+    ]
+    carried = [parts.carried[name] for name in sorted(parts.carried)]
+    return steps + [_carry(info, drop_vision, rotated) for info in carried]
+
+
 def _carry(source: TensorInfo, dropped: bool, rotated: Collection[str]) -> TensorPlan:
     """A tensor of the vision tower, whatever it is."""
     if dropped:
@@ -439,22 +379,6 @@ def _carry(source: TensorInfo, dropped: bool, rotated: Collection[str]) -> Tenso
 
 def _drop(source: TensorInfo, part: str) -> TensorPlan:
     return TensorPlan(source, "dropped", f"{part}: as the recipe says", None, None, ())
-
-
-def dropped_mtp(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], recipe: Recipe
-) -> dict[str, TensorInfo]:
-    """Tensors of a head for multi-token prediction that the recipe drops.
-
-    Raises:
-        QuantizationError: the recipe packs or drops such a head, and there is none.
-    """
-    names = sorted(name for name in tensors if part_of(config, name) == "mtp")
-    if recipe.mtp not in (None, "bf16") and not names:
-        raise QuantizationError(
-            "the checkpoint has no head for multi-token prediction", hint="leave out --mtp"
-        )
-    return {name: tensors[name] for name in names} if recipe.mtp == DROP else {}
 
 
 def check_drafter(config: Mapping[str, Any], recipe: Recipe) -> None:
