@@ -16,7 +16,7 @@ from lowbit.formats.hub.locate import locate
 from lowbit.formats.kv_cache import plain_cache
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.machine.gpu import no_gpu
-from lowbit.formats.text.template import load_chat_template
+from lowbit.formats.text.template import ChatTemplate, load_chat_template
 from lowbit.runtime.backends.exchange import check_gloo
 from lowbit.runtime.engine.constraints import ConstraintFactory
 from lowbit.runtime.engine.draft.block import new_blocks
@@ -52,7 +52,7 @@ from lowbit.runtime.models.loader import (
 )
 from lowbit.runtime.models.shards import check_ranks, shard_of
 from lowbit.runtime.state.device_state import CacheSize, kv_pages
-from lowbit.runtime.state.sampling_params import sampling_defaults
+from lowbit.runtime.state.sampling_params import SamplingParams, sampling_defaults
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
 from lowbit.runtime.weights.share import Share
 
@@ -91,7 +91,8 @@ def load(
     device = choose_device(options.device)  # before anything is fetched
     dtype = options.dtype or torch.bfloat16
     check_device(dtype, options, device)
-    if device != "cpu" and options.tensor_parallel > 1:
+    ranks = options.tensor_parallel
+    if device != "cpu" and ranks > 1:
         options = replace(options, speculate=options.speculate or "off", takes_images=False)
     folder = locate(str(folder)).folder
     drafter = None if options.drafter is None else locate(str(options.drafter)).folder
@@ -100,26 +101,17 @@ def load(
     opened = _open(folder, drafter, options, mtp_head=undecided)
     if options.measures_inputs:
         check_searched(opened)
-    generation = load_generation_config(folder, opened.config.vocab_size)
-    config_stops = generation.eos_token_ids or opened.config.eos_token_ids
-    tokenizer = load_tokenizer(folder)
-    template = load_chat_template(folder)
-    if template is not None:
-        template.prepare()  # while the weights are read
+    text = _load_text(folder, opened)
     # Those that were measured are for the sizes of a whole model.
-    whole = options.tensor_parallel == 1
-    launches = _launches_here() if device != "cpu" and whole else None
-    vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
-    ranks = options.tensor_parallel
+    launches = _launches_here() if device != "cpu" and ranks == 1 else None
     check_ranks(opened, ranks)
     shard = shard_of(opened, Share(0, ranks))
-    account = Account(shard, device, dtype, plain_cache(dtype), vocabulary, ranks=ranks)
+    account = Account(shard, device, dtype, plain_cache(dtype), text.vocabulary, ranks=ranks)
     decided, vision, no_vision = _with_vision(account, options)
     if ranks == 1:
         opened = decided.account.opened
-    loaded = _load_weights(folder, opened, decided, launches, tokenizer)
+    loaded = _load_weights(folder, opened, decided, launches, text.tokenizer)
     engine = _new_engine(loaded, decided)
-    stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
     if device != "cpu":
         torch.cuda.synchronize()
     return Model(
@@ -127,11 +119,13 @@ def load(
         options=asked,
         opened=loaded.opened,
         engine=engine,
-        tokenizer=tokenizer,
-        template=template,
-        constraints=ConstraintFactory(tokenizer, template, vocabulary, stop_ids),
-        defaults=sampling_defaults(generation),
-        stop_ids=stop_ids,
+        tokenizer=text.tokenizer,
+        template=text.template,
+        constraints=ConstraintFactory(
+            text.tokenizer, text.template, text.vocabulary, text.stop_ids
+        ),
+        defaults=text.defaults,
+        stop_ids=text.stop_ids,
         device=device,
         dtype=dtype,
         load_s=time.perf_counter() - started,
@@ -142,6 +136,38 @@ def load(
         vision=vision,
         no_vision=no_vision,
         crew=loaded.crew,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """Files of a model that say how it reads and writes text; names as in `Model`."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    defaults: SamplingParams
+    stop_ids: frozenset[int]
+    vocabulary: int  # tokens that may be chosen; rows of the head behind them have no text
+
+
+def _load_text(folder: Path, opened: OpenedModel) -> _Text:
+    """Load the tokenizer, the chat template and the model's own settings of sampling.
+
+    Raises:
+        CheckpointError: one of them is damaged.
+    """
+    config = opened.config
+    generation = load_generation_config(folder, config.vocab_size)
+    tokenizer, template = load_tokenizer(folder), load_chat_template(folder)
+    if template is not None:
+        template.prepare()  # while the weights are read
+    config_stops = generation.eos_token_ids or config.eos_token_ids
+    return _Text(
+        tokenizer=tokenizer,
+        template=template,
+        defaults=sampling_defaults(generation),
+        stop_ids=frozenset((*config_stops, *tokenizer.stop_ids())),
+        vocabulary=min(tokenizer.vocabulary, config.vocab_size),
     )
 
 
