@@ -33,6 +33,8 @@ from lowbit.formats.tasks import (
 HARNESS = "lm_eval"  # package of lm-evaluation-harness
 LEAST_SAMPLES = 2  # for a standard error
 
+Pair = tuple[SampleScores, SampleScores]  # of the original, and of the packed model
+
 
 class TasksError(LowbitError):
     """`lowbit-run evaluate` has failed, and said why on stderr; `exit_code` is its own."""
@@ -87,15 +89,13 @@ def measure_tasks(
 def beside(original: TaskRun, packed: TaskRun) -> TaskReport:
     """The results of a packed model with those of its original, and their differences."""
     before = {_key(row): row for row in original.report.tasks}
-    scores = [{_key(row): row for row in run.scores} for run in (original, packed)]
-    rows = [
-        replace(
-            row, original=_against(before[_key(row)], row, [own.get(_key(row)) for own in scores])
-        )
-        if _key(row) in before
-        else row
-        for row in packed.report.tasks
-    ]
+    pairs = _pairs(original, packed)
+    rows = []
+    for row in packed.report.tasks:
+        key = _key(row)
+        other = before.get(key)
+        found = None if other is None else _against(other, row, pairs.get(key))
+        rows.append(replace(row, original=found))
     return replace(packed.report, tasks=tuple(rows))
 
 
@@ -103,24 +103,27 @@ def _key(row: TaskResult | SampleScores) -> tuple[str, str]:
     return row.task, row.metric
 
 
-def _against(
-    original: TaskResult, packed: TaskResult, scores: Sequence[SampleScores | None]
-) -> OriginalResult:
+def _pairs(original: TaskRun, packed: TaskRun) -> dict[tuple[str, str], Pair]:
+    """Scores of both models on the same questions, by task and metric."""
+    before = {_key(scores): scores for scores in original.scores}
+    pairs = {}
+    for own in packed.scores:
+        other = before.get(_key(own))
+        if other is not None and (own.documents, own.counts) == (other.documents, other.counts):
+            pairs[_key(own)] = other, own
+    return pairs
+
+
+def _against(original: TaskResult, packed: TaskResult, pair: Pair | None) -> OriginalResult:
     """The original's result, and the difference with its error."""
     difference = error = None
     if original.value is not None and packed.value is not None:
         difference = packed.value - original.value
-    first, second = scores
-    paired = first is not None and second is not None and _same_questions(first, second)
-    if difference is not None and paired and first is not None and second is not None:
-        error = paired_error(first, second)
-    elif difference is not None and original.stderr is not None and packed.stderr is not None:
-        error = math.hypot(original.stderr, packed.stderr)
-    return OriginalResult(original.value, original.stderr, difference, error, paired)
-
-
-def _same_questions(first: SampleScores, second: SampleScores) -> bool:
-    return (first.documents, first.counts) == (second.documents, second.counts)
+        if pair is not None:
+            error = paired_error(*pair)
+        elif original.stderr is not None and packed.stderr is not None:
+            error = math.hypot(original.stderr, packed.stderr)
+    return OriginalResult(original.value, original.stderr, difference, error, pair is not None)
 
 
 def paired_error(first: SampleScores, second: SampleScores) -> float | None:

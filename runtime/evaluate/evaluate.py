@@ -129,22 +129,30 @@ def read_scores(results: dict[str, Any], rows: Sequence[TaskResult]) -> tuple[Sa
     values = {(row.task, row.metric): row.value for row in rows}
     scores = []
     for task, samples in results["samples"].items():
-        found: dict[str, list[tuple[str, float, int] | None]] = {}
-        for sample in samples:
-            for name in sample["metrics"]:
-                parts = _parts(sample[name])
-                scored = None if parts is None else (sample["doc_hash"], *parts)
-                found.setdefault(_metric(name, sample["filter"]), []).append(scored)
-        for metric, each in found.items():
-            known = [one for one in each if one is not None]
-            value = values.get((task, metric))
-            if len(known) < len(each) or value is None:
-                continue
-            own = SampleScores(task, metric, *map(tuple, zip(*known, strict=True)))
+        for own in _scores_by_metric(task, samples):
+            value = values.get((task, own.metric))
             total, count = math.fsum(own.totals), sum(own.counts)
-            if count and math.isclose(total / count, value, rel_tol=1e-9, abs_tol=1e-12):
+            if value is None or not count:
+                continue
+            if math.isclose(total / count, value, rel_tol=1e-9, abs_tol=1e-12):
                 scores.append(own)
     return tuple(scores)
+
+
+def _scores_by_metric(task: str, samples: Sequence[dict[str, Any]]) -> list[SampleScores]:
+    """Scores of a task's samples; of no metric that gave one of them no number."""
+    found: dict[str, list[tuple[str, float, int] | None]] = {}
+    for sample in samples:
+        for name in sample["metrics"]:
+            parts = _parts(sample[name])
+            scored = None if parts is None else (sample["doc_hash"], *parts)
+            found.setdefault(_metric(name, sample["filter"]), []).append(scored)
+    scores = []
+    for metric, scored_samples in found.items():
+        known = [scored for scored in scored_samples if scored is not None]
+        if len(known) == len(scored_samples):
+            scores.append(SampleScores(task, metric, *map(tuple, zip(*known, strict=True))))
+    return scores
 
 
 def _metric(name: str, applied: str) -> str:
@@ -208,26 +216,29 @@ def _load_tasks(settings: TaskSettings, manager: Any) -> Any:
     from datasets.exceptions import DatasetsError
 
     manager = manager or find_tasks(settings)
+    named = ", ".join(f"`{name}`" for name in settings.names)
     try:
         with contextlib.chdir(settings.task_folder or Path()):
             loaded = manager.load(list(settings.names))
     except ModuleNotFoundError as error:
-        tasks = ", ".join(f"`{name}`" for name in settings.names)
         raise ResourceError(
-            f"{tasks} cannot be loaded: `{error.name}` is not installed",
+            f"{named} cannot be loaded: `{error.name}` is not installed",
             hint=f"{install_hint('evaluate')}, or what the task's README asks for",
         ) from None
     except (DatasetsError, KeyError, TypeError, ValueError) as error:
-        tasks = ", ".join(f"`{name}`" for name in settings.names)
-        raise RequestError(f"{tasks} cannot be loaded: {error}") from error
-    few_shot = settings.few_shot
+        raise RequestError(f"{named} cannot be loaded: {error}") from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             raise RequestError(f"`{name}` runs what the model writes, or shows it pictures")
-        wanted = task.get_config("num_fewshot")
-        if few_shot is not None and wanted != 0:  # a task that says 0 means it
-            task.set_config("num_fewshot", few_shot)
-        elif wanted is None:
-            task.set_config("num_fewshot", 0)
-        task.set_fewshot_seed(SEEDS[2])
+        _set_examples(task, settings.few_shot)
     return loaded
+
+
+def _set_examples(task: Any, few_shot: int | None) -> None:
+    """Give a task's questions so many examples; None for as many as the task says."""
+    stated = task.get_config("num_fewshot")
+    if few_shot is not None and stated != 0:  # a task that says 0 means it
+        task.set_config("num_fewshot", few_shot)
+    elif stated is None:
+        task.set_config("num_fewshot", 0)
+    task.set_fewshot_seed(SEEDS[2])
