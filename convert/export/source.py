@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -196,23 +195,34 @@ def as_one(source: PackedSource, linear: Linear, bits: int) -> str | None:
     """Conversion options that give a linear the bits of the others; None if no option does."""
     if linear.module == HEAD:
         return PLAIN_HEAD
-    if (method := _method_of_chosen(source, linear)) is not None:
+    given, method = _overrides_of(source)
+    if given and all(one is not None and one.group_size is not None for one in given.values()):
+        # Bits chosen by costs: --bits gives bits and groups to some linears, a choice to all.
         # A named method keeps the recipe's bits, of which the head has more than the layers.
         return f"--method {method} {PLAIN_HEAD}"
-    if linear.bits == bits:  # its group size differs, for which there is no option
-        return None
+    own = given.get(linear.module)
+    if linear.bits == bits and (own is None or own.group_size is None):
+        return None  # the recipe's group size does not divide its rows
     return f"--bits '*.{linear.module.rpartition('.')[2]}={bits}'"
 
 
-def _method_of_chosen(source: PackedSource, linear: Linear) -> str | None:
-    """The method that made a linear's codes, if its bits were chosen by costs; else None."""
-    manifest = source.packed.manifest
-    if manifest is None:
-        return None
-    overrides = [Override.parse(text) for text in manifest.recipe["overrides"]]
-    named = [one for one in overrides if fnmatchcase(linear.module, one.pattern)]
-    # Chosen bits are told from those of --bits by their group size, which few give with --bits.
-    return manifest.recipe["method"] if named and named[-1].group_size else None
+def _overrides_of(source: PackedSource) -> tuple[dict[str, Override | None], str]:
+    """The override that decided each packed linear outside of MTP, and the recipe's method.
+
+    Both are empty for a folder without a manifest.
+    """
+    packed = source.packed
+    if packed.manifest is None:
+        return {}, ""
+    recipe = packed.manifest.recipe
+    # The last one that matches counts.
+    overrides = [Override.parse(text) for text in reversed(recipe["overrides"])]
+    given = {
+        spec.module: next((one for one in overrides if one.matches(spec)), None)
+        for spec in packed.specs
+        if packed.schemes.get(spec.module) is not None and spec.role != "mtp"
+    }
+    return given, recipe["method"]
 
 
 def row_blocks(linear: Linear) -> Iterator[tuple[int, int]]:

@@ -15,6 +15,7 @@ from lowbit.convert import Override, Recipe
 from lowbit.convert.export.export import LAYOUTS, Target, export
 from lowbit.convert.export.misfits import prove_dequantized, without
 from lowbit.convert.export.source import open_source
+from lowbit.convert.plan.sets import fused_sets, patterns_for
 from lowbit.formats.architectures.names import spans
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError
@@ -205,11 +206,10 @@ def test_spans(numbers: list[int], text: str) -> None:
 def test_chosen_bits_name_the_method_that_keeps_one_width(
     tmp_path: Path, small: Path, target: Target
 ) -> None:
-    chosen = (
-        Override.parse("*.self_attn.[qkv]_proj=8g32"),
-        Override.parse("*.mlp.down_proj=4g32"),
-        Override.parse("lm_head=4g32"),
-    )
+    checkpoint = open_checkpoint(small)
+    sets = fused_sets(checkpoint.config, checkpoint.tensors)
+    wanted = {one.name: Scheme(8 if one.kind == "self_attn.qkv" else 4, 32) for one in sets}
+    chosen = tuple(Override.of(*each) for each in patterns_for(sets, wanted))
     convert(small, tmp_path / "packed", Recipe(group_size=32, overrides=chosen))
     with pytest.raises(FormatError, match="cannot hold") as caught:
         export(tmp_path / "packed", tmp_path / "out", target)
@@ -219,8 +219,9 @@ def test_chosen_bits_name_the_method_that_keeps_one_width(
     assert export(tmp_path / "again", tmp_path / "out", target).dequantized == ()
 
 
-def test_bits_that_somebody_gave_are_named(tmp_path: Path, small: Path) -> None:
-    given = Recipe(group_size=32, overrides=(Override.parse("*.mlp.down_proj=8"),))
+@pytest.mark.parametrize("bits", ["8", "8g32", "4g64"])
+def test_bits_that_somebody_gave_are_named(tmp_path: Path, small: Path, bits: str) -> None:
+    given = Recipe(group_size=32, overrides=(Override.parse(f"*.mlp.down_proj={bits}"),))
     convert(small, tmp_path / "packed", given)
     with pytest.raises(FormatError, match="cannot hold") as caught:
         export(tmp_path / "packed", tmp_path / "out", "gptq")
