@@ -10,6 +10,7 @@ from collections.abc import Sequence as Ids
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from threading import RLock
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from lowbit.runtime.state.sampling_params import SamplingParams, random_seed
 
 IMAGES_TURN_S = 0.02  # of waiting for images where nothing else is to be done
 CPU_TURN_S = 0.1  # of prompts in a step on a CPU beside sequences that decode; then a layer ends
+Made = Literal["made", "paused", "failed"]  # what became of a chunk's embeddings
 
 
 class Engine:
@@ -294,9 +296,9 @@ class Engine:
         read = self.drafting is not None or pack[0].request.prompt_logprobs is not None
         if self._paused is None:
             made = self._make_embeddings(pack[0], until)
-            if made is None:
+            if made == "failed":
                 return 0
-            if not made:
+            if made == "paused":
                 return self.scheduler.capacity.chunk
             self._paused = self._open_chunk(pack, last=not read)
         chunk = self._paused
@@ -346,29 +348,27 @@ class Engine:
         for each in begun:
             self.scheduler.begin_decoding(each)
 
-    def _make_embeddings(self, sequence: Sequence, until: float | None) -> bool | None:
-        """Make embeddings of the next chunk's images.
+    def _make_embeddings(self, sequence: Sequence, until: float | None) -> Made:
+        """Make embeddings of the next chunk's images; a failure ends the request.
 
         A token behind the chunk is made as well, which the head for several tokens reads.
-
-        Returns:
-            False if it pauses, as `_run_chunk` does; None if it fails, which ends the request.
         """
         first, images = sequence.length, sequence.images
         if images is None:
-            return True
+            return "made"
         stop = sequence.next_stop
         if until is None and not self.runner.on_gpu:  # so that the request can be cancelled
             until = time.perf_counter() + CPU_TURN_S
         self.in_prompt = True
         try:
-            return images.make(first, stop + 1 - first, until, bool(self.scheduler.decoding))
+            beside = bool(self.scheduler.decoding)
+            return "made" if images.make(first, stop + 1 - first, until, beside) else "paused"
         except Exception as error:  # of whoever gives the images: no other request has a part in it
             found = explained(error)
             if found is None:
                 raise
             self._end([(sequence, found)])
-            return None
+            return "failed"
         finally:
             self.in_prompt = False
 
