@@ -315,6 +315,12 @@ def test_a_recipe_of_another_release_keeps_the_warning_of_adapters() -> None:
         assert "adapters" in render(make_report(), packed(made=made))
 
 
+def test_patterns_of_a_recipe_are_shown_as_they_are() -> None:
+    pattern = "*.self_attn.[qkv]_proj=8g128"
+    card = render(None, packed(made=manifest(None, recipe="int4", overrides=[pattern, "a=4"])))
+    assert f"- Overrides: `{pattern}, a=4`" in card.splitlines()
+
+
 def test_hostile_names() -> None:
     name = 'x`|\n---\nlicense: stolen\n```\n<script>alert(1)</script>"'
     report = replace(make_report((linear(name),), text_name=name), command=name)
