@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT
 from lowbit.formats.printable import printable
 from lowbit.formats.shell.tables import plain_table, results, styled
 from lowbit.runtime.lab.checks import Finding, State
@@ -29,14 +30,22 @@ ARBITRARY = "drafts follow a prompt of arbitrary tokens; with real text more or 
 BUSY = 0.8  # share of a core that a process uses, beyond which it may be what limits a load
 LATE_S = 0.02  # of a request, beyond which its arrival is no longer that of the process
 TOO_MUCH = "!"  # behind the memory of a model that does not fit
-PER_TOKEN = "per token: bytes that are read for one"
-EXPLAINED = {
-    "cuda": f"{PER_TOKEN}; expected: the read, and the time a layer took beyond it on one H200 "
+ALWAYS = (
+    "per token: bytes that are read to make a token",
+    "at most: the speed if only that reading took time",
+)
+EXPECTED = {
+    "cuda": "expected: that reading, and the time that layers took beyond it on one H200 "
     "(BENCHMARKS.md); other GPUs may need more or less",
-    "cpu": f"{PER_TOKEN}; expected: 40 % of the bandwidth, which two cores of an AMD EPYC reached "
-    "beside other work, and the time of calls, measured now; prompt: of 512 tokens, by the speed "
-    "of products, measured now; lowbit-run bench MODEL measures both",
+    "cpu": "expected: reading at 40 % of the bandwidth measured now, as on two cores of an AMD "
+    "EPYC, and the time of calls measured now",
 }
+PROMPT = "prompt: reading 512 tokens, by the speed of matrix products measured now"
+REST = (
+    "share: expected over at most",
+    f"memory: weights, the model's context up to {DEFAULT_CONTEXT:,} tokens, and room for "
+    "libraries and activations",
+)
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
@@ -72,7 +81,8 @@ def show_speed(speed: "Speed") -> None:
     console.print(table)
     if any(each.fits is False for each in speed.models):
         console.print(f"{TOO_MUCH} more memory than is free")
-    console.print(EXPLAINED[speed.device])
+    for line in _explained(speed.device):
+        console.print(line)
     if any(each.recipe is not None for each in speed.models):
         console.print("weights: INT4, as lowbit-convert makes them and --quantize int4 loads them")
     for each in speed.models:
@@ -112,6 +122,13 @@ def show_ranks(shared: "SharedDemand") -> None:
     console.print(f"with --tensor-parallel {len(shared.ranks)}: {shared.tokens}")
     if shared.refused is not None:
         console.print(shared.refused)
+
+
+def _explained(device: str) -> tuple[str, ...]:
+    """Lines that say what the columns of `show_speed` hold."""
+    if device != "cpu":
+        return (*ALWAYS, EXPECTED["cuda"], *REST)
+    return (*ALWAYS, EXPECTED["cpu"], PROMPT, *REST, "lowbit-run bench MODEL measures speeds")
 
 
 def _drafter(found: "DrafterDemand") -> str:
@@ -181,7 +198,7 @@ def show_bench(name: str, result: "BenchResult") -> None:
         ("read bandwidth", f"{gigabytes(int(result.bandwidth))}/s"),
         (
             "share of the roofline",
-            f"{_percent(result.roofline_share)} of read bandwidth / bytes per {each}",
+            f"{_percent(result.roofline_share)} of what the read bandwidth allows",
         ),
     ]
     if result.device != "cpu":

@@ -99,9 +99,10 @@ def test_the_table_goes_to_stdout(run: Run) -> None:
         "which reads 20.00 GB/s",
         "Qwen3-8B",
         "lowbit-run bench MODEL",
-        "prompt",
     ):
         assert words in done.stdout
+    for column in ("per token", "at most", "expected", "share", "prompt", "memory"):
+        assert f"\n{column}: " in done.stdout
     assert "GPU  " not in done.stdout, "it was not asked about"
 
 
