@@ -86,7 +86,8 @@ def measure_logits(
     if note is not None:
         again = f", and of {long.numel():,} in longer windows" if long.numel() else ""
         room = f"in at most {need / 1e9:.2f} GB of memory"
-        note(f"comparing logits of {windows.numel():,} tokens{again}, {room}")
+        of = f" of {len(cut)} texts" if len(cut) > 1 else ""
+        note(f"comparing logits of {windows.numel():,} tokens{of}{again}, {room}")
     with torch.inference_mode(), without_advice():
         models = load_models(pair, windows.shape[1], target)
         total = work(models[0], windows, noisy, activations) + work(models[0], long)

@@ -218,4 +218,4 @@ def _reason(effort: Effort, facts: Facts, way: Way, best: Way, machine: str) -> 
         return f"no less than {GPTQ} on {machine}"
     limit = LIMIT_WORDS[facts.device]
     what = "the best by estimated costs" if way.costs == "estimated" else "the best"
-    return f"{what} within {limit} at the usual speed of {machine}"
+    return f"{what} that {machine} usually finishes within {limit}"

@@ -79,7 +79,8 @@ def choice(made: TargetChoice) -> None:
     note(
         f"chosen for {len(chosen.schemes)} sets: {parts}; "
         f"{chosen.plan.bits_per_weight:.3f} bits per weight, a folder of "
-        f"{formatting.size(made.folder_bytes)}, their KL {formatting.kl(chosen.kl)}"
+        f"{formatting.size(made.folder_bytes)}, expected KL {formatting.kl(chosen.kl)} "
+        "(the sum of their costs)"
     )
     if made.unlike is not None:
         known = costs.sensitivities.conditions

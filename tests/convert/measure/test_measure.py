@@ -199,6 +199,8 @@ def test_memory_is_announced_or_refused_before_the_work(
     assert scored is not None
     assert int(scored[1]) == tokenize(short, text, 2048)[0].windows.numel()
     assert said[0].endswith(" GB of memory")
+    measure_module.measure_logits(open_pair(short, packed), text * 2, note=said.append)
+    assert re.match(rf"comparing logits of {2 * int(scored[1])} tokens of 2 texts", said[1])
     monkeypatch.setattr("lowbit.convert.plan.memory.free_bytes", lambda device: 1000)
     monkeypatch.setattr(measure_module, "compare", lambda *_: pytest.fail("work began"))
     with pytest.raises(ResourceError, match="free on cpu"):

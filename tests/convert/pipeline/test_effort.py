@@ -192,7 +192,7 @@ def test_what_is_left_out_is_named_with_its_time(
     monkeypatch.setattr(calibration_cost, "matmul_rate", lambda *_: 1e9)
     line = effort_line(planned(source))
     cores = device_name(torch.device("cpu"))
-    reason = f"the best within an hour at the usual speed of {cores}"
+    reason = f"the best that {cores} usually finishes within an hour"
     assert line.startswith(f"effort default: rtn, a few seconds ({reason})")
     assert f"; --effort high: {BEST}, about " in line
 

@@ -134,8 +134,7 @@ def test_an_effort_says_why_and_what_more_would_bring(effort: Effort) -> None:
         made.reason
         == {
             "low": "it reads no text",
-            "default": "the best by estimated costs within an hour at the usual speed of "
-            + MACHINE,
+            "default": f"the best by estimated costs that {MACHINE} usually finishes within an hour",
             "high": "the best there is",
         }[effort]
     )
