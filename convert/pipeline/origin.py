@@ -155,7 +155,9 @@ def _check_config(manifest: Manifest, folder: Path) -> None:
     except FileNotFoundError:
         raise CheckpointError(f"`{folder}` is not a checkpoint: it has no {CONFIG_FILE}") from None
     if hashlib.sha256(config).hexdigest() != manifest.source.config_sha256:
-        raise FormatError(f"`{CONFIG_FILE}` in `{folder}` is not that of the original")
+        raise FormatError(
+            f"`{CONFIG_FILE}` in `{folder}` is not that of the original", hint=NAME_ANOTHER
+        )
 
 
 def check_origin(manifest: Manifest, source: Checkpoint, progress: Progress) -> int:

@@ -117,7 +117,8 @@ def compile_kernels(
         targets.append(each)
         made, found = sum(each.compiled.values()), sum(each.found.values())
         if not as_json:
-            note(f"{each.arch}: {made} kernels compiled, {found} found, {each.seconds:.0f} s")
+            there = f"{found} already in the cache"
+            note(f"{each.arch}: {made} kernels compiled, {there}, {each.seconds:.0f} s")
     if as_json:
         rows = sorted(map(asdict, targets), key=lambda row: str(row["arch"]))
         print_json({"cache": str(folder), "targets": rows})

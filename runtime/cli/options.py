@@ -404,7 +404,7 @@ def _read_schema(path: Path) -> dict[str, Any]:
     try:
         content = loads(read_user_file(path, SCHEMA))
     except ValueError as error:
-        raise RequestError(f"{SCHEMA} `{path}`: {error}") from None
+        raise RequestError(f"{SCHEMA} `{path}` cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise RequestError(f"{SCHEMA} `{path}`: expected a JSON object")
     return content

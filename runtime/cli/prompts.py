@@ -129,7 +129,10 @@ def _parse(raw: bytes, given: AnswerSettings) -> PromptLine:
     Raises:
         RequestError, ValueError: with the reason.
     """
-    content = loads(raw)
+    try:
+        content = loads(raw)
+    except ValueError as error:
+        raise RequestError(f"cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise RequestError("expected a JSON object")
     unknown = [key for key in content if key not in KEYS]

@@ -107,7 +107,7 @@ def tune(
 
     if not torch.cuda.is_available():
         raise ResourceError(
-            "no CUDA device was found, and only a GPU has launches",
+            "no CUDA device was found: tune times kernels on a GPU",
             hint="`lowbit-run doctor` shows what PyTorch sees",
         )
     opened, _ = open_headers(name, quantize, group_size or GROUP_SIZE)

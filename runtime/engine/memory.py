@@ -300,7 +300,7 @@ def asked_cache(account: Account, options: LoadOptions, drafts: int) -> CacheSiz
     if context is not None and not 1 <= context <= limit:
         raise RequestError(
             f"context {context}: the model has positions for 1 to {limit} tokens",
-            hint="more take YaRN in its config.json: see docs/long-contexts.md",
+            hint="a longer context needs YaRN in its config.json: see docs/long-contexts.md",
         )
     wanted = context or min(limit, DEFAULT_CONTEXT)
     if tokens is not None and tokens < wanted:

@@ -161,8 +161,8 @@ def _kind_of(content: bytes) -> str:
         if start[place : place + len(sign)].lower() == sign.lower():
             raise RequestError(f"{name} came for an image, expected {TAKEN}", hint=hint)
     raise RequestError(
-        f"an image begins with the bytes {content[:8].hex(' ')}, expected {TAKEN}",
-        hint="send the file as it is, or its base64",
+        f"no known image: it begins with the bytes {content[:8].hex(' ')}, expected {TAKEN}",
+        hint="give the image file itself; a request holds it in base64",
     )
 
 

@@ -36,7 +36,7 @@ def inspection(found: Inspection) -> None:
         warn(f"damaged: {more} more")
     manifest = found.manifest
     if manifest is None:
-        aside("no lowbit.json: written by another tool")
+        aside("no lowbit.json: an export, or written by another tool")
         return
     if not found.scales_read:
         aside("ranges of scales as lowbit.json states them; those of a folder are read")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lowbit.convert.pipeline.origin import NAME_ANOTHER
 from lowbit.convert.pipeline.verification import Verification, verify_folder
 from lowbit.convert.plan.method import ABSMAX, Method
 from lowbit.convert.plan.recipe import Override, Recipe
@@ -280,9 +281,10 @@ def test_original_with_another_config(
     converted: Path, tmp_path: Path, make_model: MakeModel
 ) -> None:
     other = make_model(tmp_path / "other", rope_theta=10000)
-    assert failure(converted / "out", other) == (
-        f"`config.json` in `{other}` is not that of the original"
-    )
+    with pytest.raises(LowbitError) as caught:
+        verify(converted / "out", other)
+    assert str(caught.value) == f"`config.json` in `{other}` is not that of the original"
+    assert caught.value.hint == NAME_ANOTHER
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.extra.weight"])

@@ -97,6 +97,7 @@ def test_bad_schemas(run: Run, schema: Any) -> None:
     done = run("generate", "Hi", schema=schema)
     assert done.exit_code == 1
     assert "JSON schema" in done.stderr
+    assert ("cannot be read as JSON" in done.stderr) == (schema in ("{", '{"a": 1, "a": 2}'))
 
 
 def test_raw_text_has_no_reasoning_to_end() -> None:

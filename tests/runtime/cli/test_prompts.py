@@ -243,7 +243,7 @@ def test_bad_files(run: Run, tmp_path: Path) -> None:
     assert "holds no line" in run([]).stderr
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"id": 1, "prompt": "\xff"}\n')
-    with pytest.raises(RequestError, match="line 1"):
+    with pytest.raises(RequestError, match="line 1: cannot be read as JSON"):
         read_prompts(path, AnswerSettings())
     path.write_bytes(b'{"id": 1, "id": 2, "prompt": "x"}\n')
     with pytest.raises(RequestError, match="line 1"):

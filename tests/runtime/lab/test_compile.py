@@ -56,7 +56,7 @@ def test_says_what_was_compiled_and_for_what(run: Run, sent: list[dict[str, Any]
     assert sent[0]["options"]["context"] == 512
     assert sent[0]["options"]["kv_cache"] == "int8"
     for arch in ("sm_86", "sm_90"):
-        assert f"{arch}: 5 kernels compiled, 2 found, 0 s" in done.stderr
+        assert f"{arch}: 5 kernels compiled, 2 already in the cache, 0 s" in done.stderr
     content = json.loads(run(TINY, "--arch", "sm_120", "--sequences", "3,8", "--json").stdout)
     assert sent[-1]["sequences"] == [3, 8]
     assert sent[-1]["multiprocessors"] == 132
