@@ -68,7 +68,7 @@ class Request:
     Attributes:
         recipe: rules for the bits; INT4 g128 with an INT8 head where left out.
         target: a budget that decides the bits in place of the recipe.
-        effort: `low`, `default` or `high`: the method that some time buys; `default` chooses
+        effort: `low`, `default` or `high`: time to spend on quality; `default` chooses
             bits, too, at the recipe's bytes, `high` bits and groups. None for the recipe's bits by
             the method that suits model and machine. A method that the recipe names, or a target,
             takes the place of `default`.

@@ -33,9 +33,9 @@ effort_option = options.gathered(
         "--effort",
         type=click.Choice(("low", "default", "high")),
         show_default="default, unless --method or a target decides",
-        help="Method that some time buys: low rounds to nearest and reads no text; default takes "
-        "the best within an hour on a CPU, ten minutes on a GPU, in bits chosen by what they cost "
-        "at the bytes of INT4; high the best there is, in groups chosen so, too. `plan` says "
-        "which, and how long.",
+        help="Time to spend on quality. low: seconds; rounds to nearest and reads no text. "
+        "default: the best method that usually takes at most an hour on a CPU, ten minutes on a "
+        "GPU, with 8 bits where they help most, at the bytes of INT4. high: the best method, "
+        "however long it takes; chooses group sizes, too. `plan` names the method and its time.",
     ),
 )

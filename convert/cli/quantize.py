@@ -70,8 +70,9 @@ def make_publication(
     callback=parse_size,
     metavar="SIZE",
     show_default="2GB, or 0.5GB beyond what CUDA and a rotation take",
-    help="Resident memory not to exceed, whatever the model's size. Calibration, before that, "
-    "needs a decoder layer in FP32 and the text's activations.",
+    help="Limit of the resident memory, whatever the model's size. It does not hold for "
+    "calibration, which needs a decoder layer in FP32 and the text's activations; `plan` says "
+    "how much.",
 )
 @click.option(
     "--overwrite",

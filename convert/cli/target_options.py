@@ -81,7 +81,7 @@ target_options = options.gathered(
         "--target-size",
         callback=parse_size,
         metavar="SIZE",
-        help="Choose in the same way, for a folder of at most this size, its report included.",
+        help="Choose in the same way, for a folder of at most this size; reports and cards count.",
     ),
     click.option(
         "--target-bits",

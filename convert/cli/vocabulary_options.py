@@ -21,8 +21,8 @@ KEEP_HELP = (
 
 
 LANGUAGES_HELP = (
-    "Languages whose most used words are kept next, by code: de,fr,zh. In the room that is left "
-    "otherwise are the bundled text, then 26 languages at fixed shares."
+    "Languages whose most used words are kept next, by code: de,fr,zh. Without this option, "
+    "tokens of the bundled text are kept next, then those of 26 languages, at fixed shares."
 )
 
 

@@ -134,7 +134,8 @@ def test_an_effort_says_why_and_what_more_would_bring(effort: Effort) -> None:
         made.reason
         == {
             "low": "it reads no text",
-            "default": f"the best by estimated costs that {MACHINE} usually finishes within an hour",
+            "default": "the best by estimated costs that "
+            f"{MACHINE} usually finishes within an hour",
             "high": "the best there is",
         }[effort]
     )
