@@ -311,14 +311,15 @@ def _note_loaded(settings: ServeSettings, facts: "Facts") -> None:
     workers = settings.http_workers
     by = "" if workers == 1 else f", {workers} HTTP processes"
     note(
-        f"{settings.names[0]}: {facts.sequences} together, context of "
+        f"{settings.names[0]}: up to {facts.sequences} answers at a time, context of "
         f"{facts.limits.context:,} tokens{by}, loaded in {facts.load_s:.1f} s"
     )
 
 
 def _note_address(settings: ServeSettings, taken: "socket") -> None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    note(f"http://{host}:{taken.getsockname()[1]}")
+    url = f"http://{host}:{taken.getsockname()[1]}"
+    note(f"{url} has a chat page; {url}/v1 is the base URL for clients of OpenAI's API")
 
 
 def _engine_ended(engine: "EngineProcess") -> LowbitError:

@@ -37,12 +37,15 @@ def test_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
             assert line, said
             said += line
         url = f"http://127.0.0.1:{found[1]}"
+        assert said.endswith(
+            f"{url} has a chat page; {url}/v1 is the base URL for clients of OpenAI's API\n"
+        )
         body = {"model": "mine", "prompt": "Secret words", "max_tokens": 3}
         assert httpx2.post(f"{url}/v1/completions", json=body).status_code == 200
         process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
         assert process.wait(20) == 0
-    assert "mine: 2 together, context of " in said
+    assert "mine: up to 2 answers at a time, context of " in said
     assert "POST /v1/completions 200" in rest
     assert "Secret" not in rest
     assert "shutting down" in rest
