@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from lowbit.runtime.engine.load_options import LoadOptions
     from lowbit.runtime.engine.model import Model
 
+STDIN = "-"  # as PROMPT: read it from stdin
+
 
 @click.command(
     cls=Sectioned,
@@ -104,9 +106,10 @@ def generate(
     images: tuple[Path, ...],
     as_json: bool,
 ) -> None:
-    """Answer PROMPT, or what stdin holds, on stdout as it is made; in a terminal, begin a chat.
+    """Answer PROMPT on stdout as it is made; without PROMPT, begin a chat in a terminal.
 
-    MODEL is a folder or a Hub id. Reasoning before the answer goes to stderr.
+    MODEL is a folder or a Hub id. Away from a terminal, or where PROMPT is -, the prompt is what
+    stdin holds. With another PROMPT stdin is not read. Reasoning before the answer goes to stderr.
     """
     check_command(name)
     check_model(name)
@@ -233,10 +236,10 @@ def _check_raw(settings: "AnswerSettings", options: "LoadOptions") -> None:
 
 
 def _prompt(prompt: str | None) -> str:
-    """The prompt, from stdin where it was left out."""
-    if prompt is None:
-        if sys.stdin.isatty():
-            raise click.UsageError("Missing argument 'PROMPT' (or pipe it in).")
+    """The prompt, from stdin where it was left out or is `-`."""
+    if prompt is None and sys.stdin.isatty():
+        raise click.UsageError("Missing argument 'PROMPT' (or pipe it in).")
+    if prompt in (None, STDIN):
         data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
         check_length(len(data), MAX_PROMPT_BYTES)
         try:

@@ -59,7 +59,9 @@ def test_the_prompt_may_come_from_stdin(run: Run) -> None:
     options = ("--raw", "--max-new-tokens", "5", "--json", *GREEDY)
     piped = run(BUNDLED, *options, stdin="Once upon\n")
     given = run(BUNDLED, "Once upon", *options)
-    assert json.loads(piped.stdout)["token_ids"] == json.loads(given.stdout)["token_ids"]
+    dashed = run(BUNDLED, "-", *options, stdin="Once upon\n")
+    for each in (piped, dashed):
+        assert json.loads(each.stdout)["token_ids"] == json.loads(given.stdout)["token_ids"]
 
 
 def test_system_thinking_and_stop_reach_the_model(run: Run) -> None:
