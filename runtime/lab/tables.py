@@ -155,7 +155,8 @@ def show_models(models: "Sequence[Listed]", cache: "Cache | None") -> None:
             mark = MARKS["missing" if each.kind == "broken" else "note"]
             console.print(styled(mark, f" {each.name}: {each.problem}"))
     if not any(sections.values()):
-        console.print("no models here")
+        beside = "" if cache is None else " or in the cache of the Hub"
+        console.print(f"no models here{beside}; lowbit-run list FOLDER looks elsewhere")
     if cache is not None and cache.others:
         console.print(f"{cache.others} more in {cache.folder}, which lowbit does not run")
 

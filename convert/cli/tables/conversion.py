@@ -106,7 +106,7 @@ def _files(found: Reported) -> None:
 def _calibration(done: Conversion) -> Table:
     """Errors of each calibrated layer beside those of rounding to nearest."""
     method = done.plan.method
-    title = f"layer errors, {method} against round-to-nearest"
+    title = f"relative errors of layers' outputs, {method} against round-to-nearest (rtn)"
     table = plain_table(title, ("layer",), ("rtn", "chosen", "change"))
     for row in done.calibration:
         change = f"{row.chosen / row.rtn - 1:+.0%}" if row.rtn else ""

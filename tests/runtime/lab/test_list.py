@@ -76,7 +76,8 @@ def test_here_is_looked_at_if_nothing_is_named(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "no models here" in run().stdout
+    assert "no models here or in the cache of the Hub;" in run().stdout
+    assert "no models here;" in run("--no-cache").stdout
     shutil.copytree(TINY, tmp_path / "here")
     assert listed(run("--json")).keys() == {"here"}
 
