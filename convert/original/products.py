@@ -49,7 +49,7 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _parts(x: Tensor, dim: int, order: Sequence[int]) -> Tensor:
-    """Parts of a matrix beside each other along a dimension, in its own order of elements."""
+    """The BF16 parts of a matrix, concatenated along `dim`; row-major or column-major as it is."""
     if x.stride(0) < x.stride(1):
         return _parts(x.T, 1 - dim, order).T
     shape = list(x.shape)
@@ -70,17 +70,20 @@ class _InParts(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is linear and _fit(args[0], args[1]):
+        if func is linear and kwargs.keys() <= {"bias"} and _fit(*args[:2]):
             return _linear(*args, **kwargs)
         if func in MATMULS and not kwargs and _fit(*args):
             return _matmul(*args)
-        if func is torch.Tensor.addmm_ and _fit(*args[1:]):
+        if func is torch.Tensor.addmm_ and kwargs.keys() <= {"alpha"} and _fit(*args[1:]):
             return args[0].add_(product(*args[1:]), **kwargs)
         return func(*args, **kwargs)
 
 
-def _fit(a: Any, b: Any) -> bool:
-    """Tell whether two operands are matrices, or many rows and a matrix, that `product` takes."""
+def _fit(*operands: Any) -> bool:
+    """Tell whether operands are two matrices, or many rows and a matrix, that `product` takes."""
+    if len(operands) != 2:  # others are named, which no caller here does
+        return False
+    a, b = operands
     return (
         isinstance(a, Tensor)
         and isinstance(b, Tensor)

@@ -62,6 +62,36 @@ def test_what_lies_on_a_cpu_is_multiplied_as_ever() -> None:
     assert all(map(torch.equal, plain, found))
 
 
+def test_calls_with_other_arguments_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = spread(6, 9, 1), spread(4, 9, 2), spread(1, 4, 3)[0]
+    calls: dict[str, tuple[Callable[[], Tensor], bool]] = {
+        "linear": (lambda: linear(x, weight, bias), True),
+        "bias": (lambda: linear(x, weight, bias=bias), True),
+        "weight": (lambda: linear(x, weight=weight), False),
+        "all": (lambda: linear(input=x, weight=weight, bias=bias), False),
+        "operator": (lambda: x @ weight.T, True),
+        "matmul": (lambda: torch.matmul(x, other=weight.T), False),
+        "alpha": (lambda: bias.repeat(6, 1).addmm_(x, weight.T, alpha=-2), True),
+        "beta": (lambda: bias.repeat(6, 1).addmm_(x, weight.T, beta=0.5), False),
+        "matrices": (lambda: bias.repeat(6, 1).addmm_(mat1=x, mat2=weight.T), False),
+    }
+    plain = {name: call() for name, (call, _) in calls.items()}
+    made = []
+
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        made.append(a)
+        return a.float() @ b.float()
+
+    monkeypatch.setattr(products, "_multiply", multiply)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    for name, (call, taken) in calls.items():
+        made.clear()
+        with in_parts():
+            found = call()
+        assert (len(made) == 1) == taken, name
+        assert torch.allclose(found, plain[name], rtol=1e-3, atol=1e-2), name
+
+
 @pytest.mark.gpu
 def test_products_on_a_gpu_are_finer_than_tf32() -> None:
     x, weight = (torch.randn(rows, 4096, device="cuda") for rows in (96, 80))
