@@ -113,6 +113,7 @@ def compare(
             routing.add(routes)
             tokens = len(hidden) * windows.numel() + windows[:noisy].numel()
             advance(_weights(layer.module) * tokens)
+            del layer  # or it is there beside the next two
         compared = _compare_heads(models, windows, hidden, rounded, pool, advance)
     count, T = windows.shape
     a, b = (states.view(count, T - 1, -1)[list(drafted)] for states in hidden[:2])

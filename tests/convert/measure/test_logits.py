@@ -3,6 +3,8 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from lowbit.convert import Recipe
 from lowbit.convert.measure import logits as logits_module
 from lowbit.convert.measure.record import LogitQuality
 from lowbit.convert.original import walk
+from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.original.walk import pass_through_all, scored_states
@@ -160,6 +163,26 @@ def test_eight_windows_have_a_spread(
     ratios = [window.nll_packed - window.nll_original for window in found.window_series]
     spread = torch.tensor(ratios).std()
     assert found.log_ratio_error == pytest.approx(float(spread) / 8**0.5, rel=1e-3)
+
+
+def test_a_layer_is_freed_before_the_next_one_is_read(
+    measure: Measure, short: Path, packed: Path, excerpt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where layers are read ahead that makes two, as `plan.memory` counts."""
+    live: WeakSet[torch.nn.Module] = WeakSet()
+    counts = []
+    load_layer = walk.load_layer
+
+    def load(*arguments: Any) -> Layer:
+        counts.append(len(live))
+        found = load_layer(*arguments)
+        live.add(found.module)
+        return found
+
+    monkeypatch.setattr(walk, "load_layer", load)
+    measure(short, packed, stories=excerpt[:400])
+    assert len(counts) > 2
+    assert not any(counts)
 
 
 def test_progress_ends_at_the_total(
