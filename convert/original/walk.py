@@ -61,9 +61,10 @@ def load_layer(model: LayeredModel, number: int, device: torch.device) -> Layer:
 
 @contextmanager
 def layers_ahead(models: Sequence[LayeredModel], device: torch.device) -> Iterator[Iterator[Layer]]:
-    """The first layer of each model with its weights, in FP32, then the second of each, and so on.
+    """Layers with their weights in FP32: the first of each model, the second of each, and so on.
 
-    For a GPU each is read while the one before is used, so that two are there.
+    On a GPU the next one is read while one is used, so that memory holds two. Drop each before you
+    ask for the next.
     """
     numbers = [(model, n) for n in range(len(models[0].layers)) for model in models]
 

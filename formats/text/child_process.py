@@ -1,6 +1,6 @@
 """A child process that does jobs for `Worker` or `JobQueue`: its start, its end, its messages.
 
-The rule for a job whose child has ended stands here, too: see `failure_of`.
+`failure_of` decides whether a job whose child has ended is done once more.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ class ChildProcess:
 def failure_of(error: Exception, library: Library, retried: bool) -> Exception | None:
     """The error of a job that has failed; None where it is to be done once more.
 
-    That a child was killed from outside, ready or not, is no fault of its job.
+    A child that was killed from outside, ready or not, was not killed by its job.
 
     Args:
         retried: the job has been done once more already.

@@ -57,7 +57,7 @@ class HttpProcess:
     ended: bool = False
     given: int = 0  # connections so far
     connections: int = 0  # that are open
-    asked: bool = False  # for its metrics, which it has not said yet
+    asked: bool = False  # has been asked for its metrics and has not answered
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class Supervisor:
         self.error: LowbitError | None = None
         self._settings, self._listening, self._engines = settings, listening, engines
         self._workers: list[HttpProcess] = []
-        # By who has asked, and the number of its question
+        # By the process that has asked, and the number of its question
         self._pending: dict[tuple[HttpProcess, int], PendingCounts] = {}
         self._retry: asyncio.TimerHandle | None = None
 
@@ -198,7 +198,7 @@ class Supervisor:
                 self._fail(message.error())
 
     def _ask_others(self, worker: HttpProcess, number: int) -> None:
-        """Ask all other processes for their metrics; who has not answered yet says them once."""
+        """Ask all other processes for their metrics, but none that still owes its last answer."""
         others = {each for each in self._workers if not (each.ended or each is worker)}
         self._pending[worker, number] = PendingCounts(others)
         for each in others:

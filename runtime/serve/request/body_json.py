@@ -74,10 +74,11 @@ class _Short:
         return None if left else content
 
     def place_in_body(self, place: int) -> int | None:
-        """The byte of the whole body that is one of the short one.
+        """Map a place in the short body, where its parser stopped, to the whole body.
 
-        None at a name: what it stands for was no text if the parser stops there. An error elsewhere
-        is that of the whole body, as up to it both differ in their texts alone.
+        Up to that place both bodies have the same JSON but for the content of texts, so that the
+        error is the same. None at a name: there the name replaced something that is no text, and
+        the error says nothing of the whole body.
         """
         left_out = 0
         for first, last in self.cuts:

@@ -353,7 +353,7 @@ def test_a_library_that_cannot_be_imported_is_an_error_of_every_job(
     ],
     ids=["killed", "terminated", "killed twice", "crash", "exit"],
 )
-def test_an_end_before_a_child_is_ready_is_one_like_others(
+def test_a_child_that_ends_before_it_is_ready_is_replaced(
     codes: list[str], first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(queue: JobQueue) -> None:
