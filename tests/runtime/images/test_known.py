@@ -8,6 +8,7 @@ import pytest
 from PIL.PngImagePlugin import PngImageFile
 
 from lowbit.formats.errors import LowbitError, RequestError, ResourceError
+from lowbit.runtime.images import decode as decode_module
 from lowbit.runtime.images import known as module
 from lowbit.runtime.images import picture as picture_module
 from lowbit.runtime.images.data_url import bytes_of_base64, bytes_of_data_url
@@ -143,6 +144,7 @@ def test_a_file_that_is_no_image_is_known_for_it(
     [
         ResourceError("too little memory to decode the PNG image"),
         OSError("out of memory when reading image file"),
+        OSError("could not create decoder object"),
     ],
 )
 def test_a_file_that_another_time_may_be_read_is_decoded_again(
@@ -155,9 +157,23 @@ def test_a_file_that_another_time_may_be_read_is_decoded_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(PngImageFile, "load", fail)
-        with pytest.raises(LowbitError, match=r"memory"):
+        with pytest.raises(LowbitError, match=str(error)):
             read(known, URL)
     assert not known.texts._texts
+    assert read(known, URL).rows == 2
+
+
+def test_a_stream_that_is_broken_for_want_of_memory_is_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """libjpeg says so of a progressive JPEG that it has no memory for."""
+    known = KnownPictures()
+    broken = Mock(side_effect=OSError("broken data stream when reading image file"))
+    with monkeypatch.context() as patch:
+        patch.setattr(PngImageFile, "load", broken)
+        patch.setattr(decode_module, "DECODER_BYTES", 1 << 45)  # more than there can be
+        with pytest.raises(UnreadableImageError, match="broken data stream"):
+            read(known, URL)
     assert read(known, URL).rows == 2
 
 
