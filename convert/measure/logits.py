@@ -1,11 +1,11 @@
 """Logits of the original and of its packed form on windows of text, block by block.
 
-transformers' own modules compute in FP32 (on some GPUs by products of BF16 parts, whose rounding
-adds 5e-7 to the KL at most, see `products`), but the model never exists whole: it is built without
-storage, and a decoder layer gets its weights only while all windows pass through it. Then the next
-layer. Two sets of hidden states are kept, the original's and the packed model's. A third one is the
-packed model's with inputs in eight bits, where they are asked for; a shorter one is the original's
-in BF16, where BF16's own noise is.
+transformers' own modules compute in FP32 (on some GPUs by products of BF16 parts, see `products`;
+noise as large as their rounding adds 5e-7 to SmolLM2-135M's KL), but the model never exists whole:
+it is built without storage, and a decoder layer gets its weights only while all windows pass
+through it. Then the next layer. Two sets of hidden states are kept, the original's and the packed
+model's. A third one is the packed model's with inputs in eight bits, where they are asked for; a
+shorter one is the original's in BF16, where BF16's own noise is.
 """
 
 import math
