@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.text.grammar_source import MOST_BYTES
-from lowbit.runtime.text.loose_schema import loosened
+from lowbit.runtime.text.loose_schema import loosened, rounded_bounds
 from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, ArgumentTypes, CallForm, Tool, resolve
 from lowbit.runtime.text.xml_values import END, Leaf, Steps, UnheldError, terminal_of
@@ -236,6 +236,12 @@ def _json(schema: Mapping[str, Any], tool: Tool, work: Work) -> str:
     if not tool.strict:
         whole, keywords = loosened(whole)
         work.left_out.update(keywords)
+    else:
+        for keyword in rounded_bounds(whole):
+            raise RequestError(
+                f"tool `{tool.name}`: `{keyword}` beyond 2^53 cannot be enforced",
+                hint="leave out the keyword, or `strict`",
+            )
     return f"%json {json.dumps({**whole, 'x-guidance': options})}"
 
 

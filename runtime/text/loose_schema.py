@@ -30,6 +30,7 @@ BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"
 # llguidance reads bounds in FP64 and some integers in 64 bits: beyond this it rounds a bound, takes
 # values away that the schema allows, or refuses the schema.
 WIDEST_BOUND = 2**53
+LARGEST_INTEGER = 2**63 - 1  # of 64 bits, which it keeps as the maximum of integers
 # Look-ahead, look-behind and references to groups.
 UNHELD_PATTERN = re.compile(r"\(\?<?[=!]|(?<!\\)(?:\\\\)*\\[1-9k]")
 OF_NAMES = ("properties", "$defs", "definitions")  # their keys are names, not keywords
@@ -47,6 +48,11 @@ def loosened(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     names: dict[str, None] = {}
     found: dict[str, Any] = _loosened(schema, names, MOST_LEVELS, ArgumentTypes(schema))
     return found, list(names)
+
+
+def rounded_bounds(schema: Mapping[str, Any]) -> list[str]:
+    """Names of the bounds that llguidance would round without a word; it refuses other keywords."""
+    return [name for name in loosened(schema)[1] if name in BOUNDS]
 
 
 def _loosened(schema: Any, names: dict[str, None], levels: int, types: ArgumentTypes) -> Any:
@@ -134,5 +140,7 @@ def _is_unheld(keyword: str, value: Any, schema: Mapping[str, Any]) -> bool:
         optional = set(properties) if isinstance(properties, Mapping) else set()
         return bool(optional.difference(required if isinstance(required, list) else ()))
     if keyword in BOUNDS:
+        if (keyword, value, schema.get("type")) == ("maximum", LARGEST_INTEGER, "integer"):
+            return False
         return isinstance(value, int | float) and abs(value) > WIDEST_BOUND
     return keyword in UNHELD

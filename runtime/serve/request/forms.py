@@ -24,7 +24,7 @@ from lowbit.runtime.text.grammar_source import (
     regex_source,
     schema_source,
 )
-from lowbit.runtime.text.loose_schema import loosened
+from lowbit.runtime.text.loose_schema import loosened, rounded_bounds
 from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, CallForm, Tool
 
@@ -140,8 +140,14 @@ def format_of(fields: FormatFields) -> AnswerFormat | None:
 
 
 def schema_format(schema: Any, param: str, strict: bool | None = None) -> AnswerFormat:
-    """The format of JSON under a schema; `strict` refuses keywords that cannot be enforced."""
+    """The format of JSON under a schema; `strict` refuses keywords that cannot be enforced.
+
+    Raises:
+        ApiError: a bound that `strict` refuses; of other keywords the grammar's compiler says so.
+    """
     if strict:
+        for name in rounded_bounds(schema):
+            raise invalid(f"`{param}`: `{name}` beyond 2^53 cannot be enforced", param)
         return AnswerFormat("json_schema", schema, param=param)
     held, keywords = loosened(schema)
     names = [f"keyword {name}" for name in keywords]

@@ -194,6 +194,19 @@ def test_strict_tools_refuse_what_cannot_be_enforced() -> None:
         odd["function"]["strict"] = False
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_strict_tools_refuse_bounds_that_would_be_rounded(form: CallForm, strict: bool) -> None:
+    """llguidance would take 2^53 + 4 under a maximum of 2^53 + 3."""
+    odd = tool("f", x={"type": "integer", "maximum": 2**53 + 3})
+    odd["function"]["strict"] = strict
+    if strict:
+        with pytest.raises(RequestError, match=r"tool `f`: `maximum` beyond 2\^53"):
+            Matcher(BUNDLED, form, tools=read_tools([odd]))
+    else:
+        assert Matcher(BUNDLED, form, tools=read_tools([odd]))
+
+
 def in_order(given: dict[str, Any]) -> dict[str, Any]:
     """A call with its arguments in the order of the schema, which the grammar asks for."""
     properties = MOVE["function"]["parameters"]["properties"]

@@ -48,6 +48,7 @@ HELD: list[dict[str, Any]] = [
     {"enum": [{"not": 1}, "(?=x)"]},
     {"type": "integer", "minimum": -(2**53), "maximum": 2**53},
     {"type": "number", "exclusiveMinimum": -(2**53), "maximum": 0.5},
+    {"type": "integer", "minimum": 0, "maximum": 2**63 - 1},
 ]
 
 
@@ -89,7 +90,7 @@ def test_branches_that_are_no_schemas_are_left_to_the_compiler() -> None:
 @pytest.mark.parametrize(
     ("bounds", "value"),
     [
-        ({"minimum": -(2**63), "maximum": 2**63 - 1}, 2**63 - 1),
+        ({"minimum": -(2**63), "exclusiveMaximum": 2**63}, 2**63 - 1),
         ({"maximum": 2**64 - 1}, 2**64 - 1),
         ({"exclusiveMinimum": -(2**53) - 1}, -(2**53)),
         ({"minimum": -1e300, "exclusiveMaximum": 1.7e308}, 12),
@@ -104,6 +105,16 @@ def test_bounds_that_would_take_values_away_are_left_out(
     tokens = LLTokenizer("byte")
     matcher = LLMatcher(tokens, LLMatcher.grammar_from_json_schema(json.dumps(found)))
     assert matcher.consume_tokens(tokens.tokenize_str(str(value)))
+
+
+def test_the_largest_integer_of_64_bits_is_a_bound_that_holds() -> None:
+    bounded = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
+    tokens = LLTokenizer("byte")
+    for value in (2**63 - 2, 2**63 - 1, 2**63, 2**63 + 1):
+        matcher = LLMatcher(tokens, LLMatcher.grammar_from_json_schema(json.dumps(bounded)))
+        written = matcher.try_consume_tokens(tokens.tokenize_str(str(value)))
+        assert (written == len(str(value))) == (value < 2**63)
+    assert loosened({**bounded, "type": "number"})[1] == ["maximum"]  # which has no such end
 
 
 @pytest.mark.parametrize("schema", HELD)

@@ -16,15 +16,16 @@ CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": 
 CHAIN = {f"a{n}": {"items": {"$ref": f"#/$defs/a{n + 1}"}} for n in range(3000)}
 DEEP = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a0"}}, "$defs": CHAIN}
 RULES = "start: r0\n" + "".join(f'r{n}: r{n + 1} "x"\n' for n in range(3200)) + 'r3200: "y"\n'
-HUGE = {"type": "object", "properties": {"x": {"type": "integer", "maximum": 10**309}}}
+HUGE = {"type": "object", "properties": {"x": {"type": "integer", "multipleOf": 10**309}}}
+BOUND = {"type": "object", "properties": {"x": {"type": "integer", "maximum": 10**309}}}
 
 
 def tool(schema: dict[str, Any], strict: bool = False) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "strict": strict, "parameters": schema}}
 
 
-def named(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+def named(schema: dict[str, Any], strict: bool = False) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "strict": strict, "schema": schema}}
 
 
 STRICT = {
@@ -75,8 +76,10 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"guided_grammar": RULES}, "guided_grammar", "too deep"),
     ({"guided_json": DEEP}, "guided_json", "too deep"),
     ({"response_format": named(DEEP)}, "response_format.json_schema.schema", "too deep"),
-    ({"guided_json": HUGE}, "guided_json", "`maximum`"),
-    ({"response_format": named(HUGE)}, "response_format.json_schema.schema", "`maximum`"),
+    ({"guided_json": HUGE}, "guided_json", "`multipleOf`"),
+    ({"response_format": named(HUGE)}, "response_format.json_schema.schema", "`multipleOf`"),
+    ({"response_format": named(BOUND, True)}, "response_format.json_schema.schema", "`maximum`"),
+    ({"tools": [tool(BOUND, True)]}, "tools", "`maximum`"),
     ({"tools": [tool(HUGE, True)]}, "tools", ""),
     ({"tools": [tool(HUGE)], "tool_choice": "required"}, "tool_choice", ""),
 ]
