@@ -30,9 +30,12 @@ ORIENTATION = 0x0112  # tag of EXIF
 MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 DEPTH = 24  # place of the byte of a PNG's header that states the bits of a color
 SCAN, END, BARE = 0xDA, 0xD9, (0x01, 0xD8)  # its second byte; the last have no length
-# In messages of Pillow's decoders that lack memory; the second is WebP's, also for a damaged header
-NO_MEMORY = ("out of memory", "could not create decoder object")
-DECODER_BYTES = 8  # a pixel, of a progressive JPEG or of WebP
+NO_MEMORY = "out of memory"  # in messages of Pillow's decoders
+# Messages of decoders that say the same of a damaged file and of too little memory
+AMBIGUOUS: Mapping[str, tuple[str, ...]] = {
+    "JPEG": ("broken data stream",),
+    "WebP": ("could not create decoder object", "failed to read next frame"),
+}
 FEWER_IMAGES = "leave out the oldest ones"  # hint where a prompt has too many images
 TAKEN = "PNG, JPEG, WebP, GIF, BMP or AVIF"
 SIGNS: Mapping[str, tuple[bytes, ...]] = {  # first bytes of files
@@ -66,7 +69,7 @@ class UnreadableImageError(RequestError):
         reason: the same words for a file whenever it is read; the message may say more.
         pixels: see `worked_pixels`, where a decoder has been at work.
         lasting: the file will never be decoded; False where other images or memory keep it from
-            that now.
+            that now, or may do so.
     """
 
     def __init__(
@@ -337,15 +340,7 @@ def _refuse_damaged(kind: str, error: Exception, pixels: int) -> NoReturn:
     else:
         reason = f"the {kind} image is damaged, cut short, or has no pixels"
         hint = "open it in a viewer, save it again as PNG, and send that"
-    words = f"{reason}: {what[:200]}"
-    lasting = not any(each in what.lower() for each in NO_MEMORY) and _has_room(pixels)
+    words, passing = f"{reason}: {what[:200]}", (NO_MEMORY, *AMBIGUOUS.get(kind, ()))
+    lasting = not any(each in what.lower() for each in passing)
     raise UnreadableImageError(words, hint, reason=reason, pixels=pixels, lasting=lasting) from None
 
-
-def _has_room(pixels: int) -> bool:
-    """True if a decoder had memory: libjpeg says of a lack that the data stream is broken."""
-    try:
-        bytes(DECODER_BYTES * pixels)  # the system lends it, and writes no page
-    except MemoryError:
-        return False
-    return True

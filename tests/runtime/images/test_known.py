@@ -163,18 +163,25 @@ def test_a_file_that_another_time_may_be_read_is_decoded_again(
     assert read(known, URL).rows == 2
 
 
-def test_a_stream_that_is_broken_for_want_of_memory_is_read_again(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("kind", "where", "message"),
+    [
+        ("JPEG", "PIL.JpegImagePlugin.JpegImageFile.load", "broken data stream when reading"),
+        ("WebP", "PIL._webp.WebPAnimDecoder", "could not create decoder object"),
+        ("WebP", "PIL.WebPImagePlugin.WebPImageFile.load", "failed to read next frame"),
+    ],
+)
+def test_a_file_that_memory_may_have_kept_from_being_read_is_decoded_again(
+    kind: str, where: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """libjpeg says so of a progressive JPEG that it has no memory for."""
-    known = KnownPictures()
-    broken = Mock(side_effect=OSError("broken data stream when reading image file"))
+    """Decoders that run out of memory say of a whole file what they say of a damaged one."""
+    known, file = KnownPictures(), saved(picture(90, 70), kind)
+    text = f"data:image/png;base64,{base64.b64encode(file).decode()}"
     with monkeypatch.context() as patch:
-        patch.setattr(PngImageFile, "load", broken)
-        patch.setattr(decode_module, "DECODER_BYTES", 1 << 45)  # more than there can be
-        with pytest.raises(UnreadableImageError, match="broken data stream"):
-            read(known, URL)
-    assert read(known, URL).rows == 2
+        patch.setattr(where, Mock(side_effect=OSError(message)))
+        with pytest.raises(UnreadableImageError, match=message):
+            read(known, text)
+    assert read(known, text).rows == 2
 
 
 def test_a_file_that_its_prompt_had_no_pixels_for_is_decoded_again() -> None:
