@@ -119,7 +119,9 @@ class Worker:
     def _send(self, line: bytes) -> None:
         if self._child is not None and not self._unread and self._child.ended:
             self._stop()  # killed from outside between two jobs
-        child = self._child or self._start()
+        self._write(self._child or self._start(), line)
+
+    def _write(self, child: ChildProcess, line: bytes) -> None:
         if child.process.stdin is None:
             raise ResourceError("no process can be started")
         try:
@@ -153,7 +155,7 @@ class Worker:
         child = self._child = ChildProcess(self.library, self.memory_bytes)
         self._unread = 0
         if self._prelude is not None:
-            self._send(line_of(self._prelude, self.seconds))
+            self._write(child, line_of(self._prelude, self.seconds))
             self._unread += 1
         return child
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from lowbit.formats.text.child_process import WorkerError
+from lowbit.formats.text import worker as module
+from lowbit.formats.text.child_process import ChildProcess, Library, WorkerError
 from lowbit.formats.text.worker import Worker
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -62,6 +63,25 @@ def test_a_process_that_was_killed_between_two_jobs_is_replaced(worker: Worker) 
     os.kill(pid_of(worker), signal.SIGKILL)
     assert ends(pid_of(worker))
     assert worker.ask(job("b")) == "b"
+
+
+def test_a_process_that_is_killed_as_it_starts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its prelude finds its end, and the job goes to the next one, which is kept."""
+    started = []
+
+    def start(library: Library, memory_bytes: int) -> ChildProcess:
+        child = ChildProcess(library, memory_bytes)
+        started.append(child)
+        if len(started) == 1:
+            os.kill(child.process.pid, signal.SIGKILL)
+            assert ends(child.process.pid)
+        return child
+
+    monkeypatch.setattr(module, "ChildProcess", start)
+    worker = Worker(prelude=job("a"))
+    assert worker.ask(job("b")) == "b"
+    assert worker.ask(job("c")) == "c"
+    assert len(started) == 2
 
 
 def test_an_interrupt_leaves_no_reply_behind(
