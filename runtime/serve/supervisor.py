@@ -100,7 +100,10 @@ class Supervisor:
         self._retry: asyncio.TimerHandle | None = None
 
     async def serve(self, on_start: Callable[[], None]) -> None:
-        """Serve until all processes have ended; `on_start` is called once they take connections."""
+        """Serve until all processes have ended; `on_start` is called once they take connections.
+
+        It is not called where the server ends before.
+        """
         loop = asyncio.get_running_loop()
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -109,7 +112,7 @@ class Supervisor:
             tasks = [*hearing, asyncio.create_task(self._watch_engine())]
             for each in self._workers:
                 await each.ready.wait()
-            if self.error is None:
+            if not self.draining:
                 for number in SIGNALS:
                     loop.add_signal_handler(number, self._at_signal)
                 self._listening.setblocking(False)

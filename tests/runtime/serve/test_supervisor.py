@@ -86,6 +86,7 @@ class Stage:
     port: int
     engine: socket.socket
     serving: asyncio.Task[None]
+    begun: asyncio.Event  # clients may come
     clients: list[socket.socket] = field(default_factory=list)
 
     def connect(self) -> socket.socket:
@@ -138,7 +139,7 @@ async def staged(
         serving = asyncio.create_task(supervisor.serve(begun.set))
         await asyncio.sleep(0)
         hearing = [asyncio.create_task(each.hear()) for each in workers]
-        stage = Stage(supervisor, workers, taken.getsockname()[1], pairs[0][1], serving)
+        stage = Stage(supervisor, workers, taken.getsockname()[1], pairs[0][1], serving, begun)
         if ready:
             for each in workers:
                 each.channel.send(Ready())
@@ -423,5 +424,22 @@ def test_the_end_of_the_engine_ends_all(monkeypatch: pytest.MonkeyPatch) -> None
             await stage.end_engine()
             assert stage.supervisor.engine_ended
             assert stage.supervisor.error is None
+
+    run(work)
+
+
+def test_no_client_is_invited_where_the_engine_ends_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        async with staged(monkeypatch, ready=False) as stage:
+            stage.engine.close()
+            for each in stage.workers:
+                await each.next(End)
+                each.channel.send(Ready())
+                each.end(0)
+            await asyncio.wait_for(stage.serving, 20)
+            assert stage.supervisor.engine_ended
+            assert not stage.begun.is_set()
 
     run(work)
