@@ -223,6 +223,21 @@ def test_the_end_of_the_thread_ends_requests_and_server(
         until(lambda: "the server ends" in caplog.text)
 
 
+def test_the_end_of_the_engine_is_logged_while_the_server_ends(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(model) as ending:
+        url, body = f"{ending.url}/v1/completions", {**LONG, "max_tokens": 250}
+        with httpx2.stream("POST", url, json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            ending.service.engine.loop.call_soon_threadsafe(ending.server.drain)
+            until(lambda: ending.service.draining)
+            monkeypatch.setattr(Stepper, "_collect", bug)
+            assert "the engine has ended; see the log" in "".join(lines)
+        until(lambda: "the server ends, as the engine has" in caplog.text)
+
+
 def test_after_the_end_of_the_engine_nothing_hangs(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
