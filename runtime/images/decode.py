@@ -343,4 +343,3 @@ def _refuse_damaged(kind: str, error: Exception, pixels: int) -> NoReturn:
     words, passing = f"{reason}: {what[:200]}", (NO_MEMORY, *AMBIGUOUS.get(kind, ()))
     lasting = not any(each in what.lower() for each in passing)
     raise UnreadableImageError(words, hint, reason=reason, pixels=pixels, lasting=lasting) from None
-
