@@ -160,8 +160,8 @@ def test_line_of_a_file_of_prompts() -> None:
     command = ["generate", str(MODEL), "--prompts", "prompts.jsonl", "--out", "answers.jsonl"]
     said(
         CliRunner().invoke(run_main, command),
-        "file of prompts `prompts.jsonl`, line 1: Expecting ',' delimiter: line 1 column 18 "
-        "(char 17)",
+        "file of prompts `prompts.jsonl`, line 1: cannot be read as JSON: Expecting ',' "
+        "delimiter: line 1 column 18 (char 17)",
         'a line is an object such as {"id": "1", "prompt": "Why is the sky blue?"}',
     )
 
