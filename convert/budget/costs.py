@@ -86,7 +86,8 @@ def measured_costs(
         learned = begin(model, windows[0], device, from_original=True)
         hidden = embed(model, windows[1], device)
         variants: dict[FusedSet, Tensor] = {}
-        for number, layer in enumerate(layers):
+        for number in range(len(model.layers)):
+            layer = next(layers)
             for states in variants.values():
                 pass_through(layer, states, device, pool)
             here = [fused for fused in schemes if fused.layer == number]
@@ -101,6 +102,7 @@ def measured_costs(
                 layer.put(own)
             pass_through(layer, hidden, device, pool)
             quantizer.pass_through(layer, learned.original)
+            del layer  # or it is there beside the next two
             meter.add(2 * number + 1)
         norm = load_norm(model, device)
         for states in (learned.original, hidden, *variants.values()):

@@ -42,8 +42,8 @@ MOMENTS = 4  # K^2 operations a token
 SOLVE = 21  # N K^2 operations
 STEP_TOKENS = 2048  # B, of a step of autoround
 AUTOROUND_STEPS = 200
-# Of the rate of plain products, which is measured: costs and calibration of an 8B are 2.1e16 in 233
-# s on an H200, whose products make 4e14 a second.
+# Shares of the rate of plain products, which is measured: costs and calibration of an 8B are 2.1e16
+# in 233 s on an H200, whose products make 4e14 a second.
 SHARE = {"cpu": 0.6, "cuda": 0.25}
 
 # Rates of two machines, for a choice and an estimate: others differ. Of gptq, operations a second
@@ -60,8 +60,8 @@ ROUNDED = {"cpu": 32e6, "cuda": 200e6}  # on a CPU for each core
 # Seconds of a step of autoround on a GPU at least, by the launches of its kernels: SmolLM2-135M
 # takes 99 s for 30 layers on an H200, Coder-0.5B 87 s for 24.
 STEP_SECONDS = {"cpu": 0.0, "cuda": 0.016}
-# Of a token and row of the head, for the sums of a report in FP64; on a CPU for each core. Measured
-# on a Xeon with AVX-512; on a GPU an estimate.
+# Seconds that a report's sums in FP64 take for a token and row of the head, on a CPU for each core.
+# Measured on a Xeon with AVX-512; on a GPU an estimate.
 LOGIT_SECONDS = {"cpu": 1e-8, "cuda": 2e-10}
 START_SECONDS = {"cpu": 5.0, "cuda": 15.0}  # of imports and first kernels, where a text is read
 

@@ -229,11 +229,11 @@ def calibration_memory(
     if method.codes == "gptq":
         products = max(1, PRODUCTS_BYTES // (8 * width**2)) if device == "cpu" else 1
         work += (SQUARES + 2 * min(products, batches)) * 4 * width**2
-        solving = [SOLVE_BYTES * N * K for layer in shapes.layers for N, K in layer]
+        solved = max(N * K for layer in shapes.layers for N, K in layer)
         normals = max(N * (K // SMALL_GROUP) ** 2 for layer in shapes.layers for N, K in layer)
-        work += max(solving) + NORMAL_BYTES * min(NORMAL_ELEMENTS, normals)
+        work += SOLVE_BYTES * solved + NORMAL_BYTES * min(NORMAL_ELEMENTS, normals)
         if device != "cpu":
-            work += PARTS_BYTES * (width**2 + max(solving) // SOLVE_BYTES)
+            work += PARTS_BYTES * (width**2 + solved)
     # Sets of hidden states: the original's, the quantized model's, and both before the experts.
     sets = 1 if method.from_original else 4 if shapes.routed else 2
     window = sets * 4 * windows.length * shapes.hidden * 5 // 4

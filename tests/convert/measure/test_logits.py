@@ -168,7 +168,7 @@ def test_eight_windows_have_a_spread(
 def test_a_layer_is_freed_before_the_next_one_is_read(
     measure: Measure, short: Path, packed: Path, excerpt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where layers are read ahead that makes two, as `plan.memory` counts."""
+    """Memory holds one on a CPU, and two where a GPU's are read ahead, as `plan.memory` counts."""
     live: WeakSet[torch.nn.Module] = WeakSet()
     counts = []
     load_layer = walk.load_layer

@@ -177,7 +177,7 @@ def test_nobody_waits_for_bad_images(
     """More of them than threads decode images, while a text is answered; then all are refused."""
     decoding, may = slow_decoding
     count = IMAGE_THREADS + 3
-    # Which no other test sends: the server would know them
+    # Pictures that no other test sends: the server would know them
     files = [saved(picture(90, 70, seed)) for seed in range(count)]
     urls = [encoded(each[: 300 + len(path)]) for each in files]
     with ThreadPoolExecutor(count) as clients:
