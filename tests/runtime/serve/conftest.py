@@ -134,6 +134,7 @@ def hosted(model: Model) -> Iterator[tuple[EngineHost, Channel[FromEngine]]]:
     channels: list[Channel[ToEngine]] = [Channel(theirs, ToEngine)]
     thread = threading.Thread(target=lambda: asyncio.run(host.serve(channels)), daemon=True)
     thread.start()
+    until(lambda: bool(host._connections) or not thread.is_alive())
     try:
         yield host, channel
     finally:
