@@ -57,13 +57,16 @@ def factorize(H: Tensor) -> Factor:
         QuantizationError: they are not positive definite.
     """
     order = torch.argsort(H.diagonal(), descending=True, stable=True)
+    back = order.flip(0)
     for dtype in (torch.float32, torch.float64):
-        lower, failed = torch.linalg.cholesky_ex(H[order][:, order].to(dtype))
+        lower, failed = torch.linalg.cholesky_ex(H[back][:, back].to(dtype))
         if failed:
             continue
-        U, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        if not failed:
-            return Factor(H, order, U.to(torch.float32).contiguous())
+        # In the order itself H = R R^T with R upper triangular, so U = R^-1.
+        R = lower.flip(0, 1)
+        one = torch.eye(len(H), dtype=dtype, device=H.device)
+        U = torch.linalg.solve_triangular(R, one, upper=True).to(torch.float32)
+        return Factor(H, order, U.contiguous())
     raise QuantizationError(
         "the second moments of a linear's input are not positive definite",
         hint="calibrate on more text",
@@ -111,10 +114,11 @@ def _refitted(w: Tensor, codes: Tensor, scale: Tensor, factor: Factor) -> Tensor
     G = K // groups
     H = factor.H
     q = codes.T.to(torch.float32)  # [K, N]
-    normal = torch.empty(groups, groups, N, device=w.device)
+    normal = torch.empty(groups, groups, N, device=w.device)  # below the diagonal, and on it
     for g in range(groups):
-        part = slice(g * G, (g + 1) * G)
-        normal[g] = (H[:, part] @ q[part]).mul_(q).view(groups, G, N).sum(1)
+        first = g * G
+        later = (H[first:, first : first + G] @ q[first : first + G]).mul_(q[first:])
+        normal[g:, g] = later.view(groups - g, G, N).sum(1)
     right = (H @ w.T).mul_(q).view(groups, G, N).sum(1)
     diagonal = normal.diagonal(dim1=0, dim2=1)  # [N, groups]
     diagonal += RIDGE * diagonal.mean(1, keepdim=True) + TINY  # a group of zeros has no best scale

@@ -59,7 +59,7 @@ class Moments:
         Args:
             w: [N, K] float32, the original's.
         """
-        return w + factor.solve(w @ (self.C - self.H))
+        return w if self.C is self.H else w + factor.solve(w @ (self.C - self.H))
 
 
 def measure(
@@ -82,18 +82,22 @@ def measure(
         QuantizationError: activations are not finite.
     """
     K = layer.weight(linear).shape[1]
+    unchanged = layer is original and windows.hidden is windows.original
 
     def over(part: slice) -> Moments:
         hidden, original = windows.hidden[part], windows.original[part]
         T = hidden.shape[1]
         compared = max(1, LOUD_TOKENS // T) * T  # whole windows, the same ones on every device
 
-        def inputs(batch: slice) -> tuple[Tensor, Tensor]:
-            x, y = here(hidden[batch].to(device)), there(original[batch].to(device))
+        def inputs(batch: slice) -> tuple[Tensor, ...]:
+            y = there(original[batch].to(device))
             factors = token_norm_caps(y, compared)
-            return x * factors, y * factors
+            if unchanged:
+                return (y * factors,)
+            return here(hidden[batch].to(device)) * factors, y * factors
 
-        sums = _sums(inputs, batches(hidden, device, LEARNING_TOKENS), K, device, pool)
+        parts, sets = batches(hidden, device, LEARNING_TOKENS), 1 if unchanged else 2
+        sums = _sums(inputs, parts, sets, K, device, pool)
         return _means(sums, linear, hidden.shape[0] * hidden.shape[1])
 
     with probed(layer, linear) as here, probed(original, linear) as there:
@@ -140,48 +144,56 @@ def paired(x: Tensor, y: Tensor, linear: str) -> Moments:
 
 def head_moments(windows: WindowStates, device: torch.device) -> Moments:
     """The moments of what the head sees: the windows' states after the final norm."""
-    hidden, original = windows.hidden[: windows.learned], windows.original[: windows.learned]
+    sets = [states[: windows.learned] for states in windows.sets()]
 
-    def inputs(part: slice) -> tuple[Tensor, Tensor]:
-        return hidden[part].to(device).flatten(0, -2), original[part].to(device).flatten(0, -2)
+    def inputs(part: slice) -> tuple[Tensor, ...]:
+        return tuple(states[part].to(device).flatten(0, -2) for states in sets)
 
+    hidden = sets[0]
     parts = batches(hidden, device, LEARNING_TOKENS)
-    sums = _sums(inputs, parts, hidden.shape[-1], device, None)
+    sums = _sums(inputs, parts, len(sets), hidden.shape[-1], device, None)
     return _means(sums, "lm_head", hidden.shape[0] * hidden.shape[1])
 
 
 def _sums(
-    inputs: Callable[[slice], tuple[Tensor, Tensor]],
+    inputs: Callable[[slice], tuple[Tensor, ...]],
     parts: list[slice],
+    sets: int,
     K: int,
     device: torch.device,
     pool: Pool,
-) -> tuple[Tensor, Tensor]:
-    """Sums of x x^T and x~ x^T over batches, added in the order of the batches."""
-    H, C = torch.zeros(2, K, K, device=device)
+) -> tuple[Tensor, ...]:
+    """Sums over batches, added in their order: of x x^T, and of x~ x^T where there are two sets.
+
+    Args:
+        inputs: x of a batch, and x~.
+    """
+    sums = torch.zeros(sets, K, K, device=device).unbind()
     if pool is None:
         with torch.no_grad():
             for part in parts:
-                x, y = inputs(part)
-                H.addmm_(x.T, x)
-                C.addmm_(y.T, x)
-        return H, C
+                given = inputs(part)
+                for total, each in zip(sums, given, strict=True):
+                    total.addmm_(each.T, given[0])
+        return sums
 
-    def products(part: slice) -> tuple[Tensor, Tensor]:
-        x, y = inputs(part)
-        return x.T @ x, y.T @ x
+    def products(part: slice) -> list[Tensor]:
+        given = inputs(part)
+        return [each.T @ given[0] for each in given]
 
-    limit = max(1, PRODUCTS_BYTES // (2 * K * K * 4))
-    for square, mixed in ordered(pool, products, parts, limit):
-        H += square
-        C += mixed
-    return H, C
+    limit = max(1, PRODUCTS_BYTES // (sets * K * K * 4))
+    for made in ordered(pool, products, parts, limit):
+        for total, each in zip(sums, made, strict=True):
+            total += each
+    return sums
 
 
-def _means(sums: tuple[Tensor, Tensor], linear: str, tokens: int) -> Moments:
+def _means(sums: Sequence[Tensor], linear: str, tokens: int) -> Moments:
+    """Moments from the sum of x x^T, and that of x~ x^T where it is another."""
     for total in sums:
         _check_finite(total, linear)
-    return Moments(sums[0].div_(tokens), sums[1].div_(tokens))
+    means = [total.div_(tokens) for total in sums]
+    return Moments(means[0], means[-1])
 
 
 def _check_finite(total: Tensor, linear: str) -> None:

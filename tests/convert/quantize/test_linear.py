@@ -14,6 +14,7 @@ from lowbit.convert.quantize.windows import WindowStates
 from lowbit.formats.layout.scheme import Scheme
 
 K, SCHEME = 128, Scheme(4, 32)
+CPU = torch.device("cpu")
 
 
 def inputs(tokens: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -86,22 +87,44 @@ def test_tokens_are_compared_with_those_around_them_alone() -> None:
     assert not torch.equal(token_norm_caps(x, 200), apart)
 
 
+def one_linear() -> Layer:
+    """A layer that is one linear."""
+    module = torch.nn.ModuleDict({"proj": torch.nn.Linear(8, 8, bias=False)})
+    module.forward = lambda hidden: module["proj"](hidden)
+    return Layer(module, {})
+
+
 @pytest.mark.parametrize("length", [384, 512, 2000, 4096, 10_000])
 def test_moments_do_not_depend_on_the_batches_of_a_device(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer that is one linear, on batches as a CPU and as a GPU takes them."""
-    module = torch.nn.ModuleDict({"proj": torch.nn.Linear(8, 8, bias=False)})
-    module.forward = lambda hidden: module["proj"](hidden)
-    generator = torch.Generator().manual_seed(3)
+    own, generator = one_linear(), torch.Generator().manual_seed(3)
     hidden = torch.randn(24_000 // length + 1, length, 8, generator=generator)
     hidden *= torch.rand(len(hidden), 1, 1, generator=generator) * 100  # loud and quiet windows
-    windows, own = WindowStates(hidden, hidden, len(hidden)), Layer(module, {})
-    cpu = torch.device("cpu")
-    expected, _ = measure(own, own, "proj", windows, cpu, None)
+    windows = WindowStates(hidden, hidden, len(hidden))
+    expected, _ = measure(own, own, "proj", windows, CPU, None)
     on_gpu = walk.batches(hidden, torch.device("cuda"), walk.LEARNING_TOKENS)
     monkeypatch.setattr(calibrate_moments, "batches", lambda *_: on_gpu)
-    found, _ = measure(own, own, "proj", windows, cpu, None)
+    found, _ = measure(own, own, "proj", windows, CPU, None)
     torch.testing.assert_close(found.H, expected.H, rtol=1e-4, atol=1e-3)
     assert sum(part.stop - part.start for part in on_gpu) == len(hidden)
     assert max(part.stop - part.start for part in on_gpu) * length <= max(8192, length)
+
+
+def test_unchanged_inputs_are_passed_once() -> None:
+    """They have the moments, and give the codes, that a copy of the layer's inputs has."""
+    layer, generator = one_linear(), torch.Generator().manual_seed(4)
+    hidden = torch.randn(8, 512, 8, generator=generator)
+    once, _ = measure(layer, layer, "proj", WindowStates(hidden, hidden, 8), CPU, None)
+    windows = WindowStates(hidden.clone(), hidden, 8)
+    twice, _ = measure(layer, layer, "proj", windows, CPU, None)
+    other, _ = measure(layer, one_linear(), "proj", WindowStates(hidden, hidden, 8), CPU, None)
+    assert once.C is once.H
+    for moments in (twice, other):
+        assert moments.C is not moments.H
+        assert torch.equal(moments.H, once.H)
+        assert torch.equal(moments.C, once.H)
+    w = torch.randn(6, 8, generator=generator)
+    factor = factorize(once.damped(DAMPINGS[0]))
+    assert torch.equal(once.target(w, factor), twice.target(w, factor))
