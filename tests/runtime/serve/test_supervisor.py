@@ -147,10 +147,9 @@ async def staged(
         try:
             yield stage
         finally:
-            serving.cancel()
-            await asyncio.wait([serving, *hearing], timeout=1)
-            for task in hearing:
+            for task in (serving, *hearing):
                 task.cancel()
+            await asyncio.wait([serving, *hearing], timeout=1)
             for each in workers:
                 each.channel.close()
                 for connection in each.connections:
