@@ -104,7 +104,7 @@ class Stage:
     async def until(self, true: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
             while not true():
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -147,9 +147,9 @@ async def staged(
         try:
             yield stage
         finally:
-            for task in (serving, *hearing):
+            for task in (serving, *hearing):  # nothing wakes one whose channel closed as it read
                 task.cancel()
-            await asyncio.wait([serving, *hearing], timeout=1)
+            await asyncio.wait([serving, *hearing], timeout=20)
             for each in workers:
                 each.channel.close()
                 for connection in each.connections:
