@@ -33,7 +33,7 @@ MODEL, DRAFTER = MODELS / "tiny-qwen3.5", MODELS / "tiny-qwen3.5-dflash"
 SIZE = CacheSize(context=256, sequences=4, pages=100, snapshots=4, drafts=14)
 GREEDY = SamplingParams()
 DRAWN = SamplingParams(temperature=0.8, top_k=20, seed=5, repetition_penalty=1.2)
-COUNT = 50
+COUNT = 40
 VOCABULARY = 4000
 IDS = torch.randint(VOCABULARY, (40,), generator=torch.Generator().manual_seed(6)).tolist()
 
