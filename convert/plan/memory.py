@@ -53,7 +53,9 @@ STATES_SHARE = 3  # one part of so many of a GPU's free memory may be hidden sta
 WEIGHT_BYTES = 18  # original, its copy, the new one, the next layer's, two sets of codes
 AUTOROUND_BYTES = 16  # a weight more: positions, gradients, their squares
 SQUARES = 10  # K x K matrices in FP32: sums, also of windows held out, damped, ordered, factors
-SOLVE_BYTES = 32  # for each of N x K: target, rest, steps, codes, slope and copies
+# For each weight of the linears that are solved together: their rows, target, rest, steps, codes,
+# slope and copies; 24.6 to 29.5 were measured, H and U included.
+SOLVE_BYTES = 32
 NORMAL_ELEMENTS = 1 << 26  # of the normal equations of the scales of some rows
 NORMAL_BYTES = 12  # for each: equations, factors and a copy
 SMALL_GROUP = 64  # weights that share a scale in those equations
@@ -229,11 +231,10 @@ def calibration_memory(
     if method.codes == "gptq":
         products = max(1, PRODUCTS_BYTES // (8 * width**2)) if device == "cpu" else 1
         work += (SQUARES + 2 * min(products, batches)) * 4 * width**2
-        solved = max(N * K for layer in shapes.layers for N, K in layer)
         normals = max(N * (K // SMALL_GROUP) ** 2 for layer in shapes.layers for N, K in layer)
-        work += SOLVE_BYTES * solved + NORMAL_BYTES * min(NORMAL_ELEMENTS, normals)
+        work += SOLVE_BYTES * shapes.together + NORMAL_BYTES * min(NORMAL_ELEMENTS, normals)
         if device != "cpu":
-            work += PARTS_BYTES * (width**2 + solved)
+            work += PARTS_BYTES * (width**2 + shapes.together)
     # Sets of hidden states: the original's, the quantized model's, and both before the experts.
     sets = 1 if method.from_original else 4 if shapes.routed else 2
     window = sets * 4 * windows.length * shapes.hidden * 5 // 4

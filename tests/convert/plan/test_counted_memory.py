@@ -85,6 +85,22 @@ def test_memory_of_a_real_model(small_config: Config) -> None:
     assert cpu.ram > gpu.gpu
 
 
+def test_linears_that_are_solved_together_count_together(small_config: Config) -> None:
+    config = {**small_config, **QWEN3_8B}
+    schemes = Recipe().schemes(tensor_table(config))
+    found = shapes_of(config, schemes)
+    gate_and_up = 2 * 12288 * 4096
+    assert found.together == gate_and_up
+    up = {m: None if m.endswith("gate_proj") else s for m, s in schemes.items()}
+    assert shapes_of(config, up).together == gate_and_up // 2  # down_proj has as many
+    windows = Windows(256, 512)
+    both, one = (
+        calibration_memory(shapes, Method("gptq"), windows, "cpu", 2).ram
+        for shapes in (found, shapes_of(config, up))
+    )
+    assert both - one == pytest.approx(memory.SOLVE_BYTES * gate_and_up / 2 * 5 / 4)
+
+
 def test_a_calibration_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {"cpu": 3 * GB, "cuda": 10 * GB}
     monkeypatch.setattr(memory, "free_bytes", free.__getitem__)

@@ -33,6 +33,7 @@ def shapes(layers: int, h: int, kv: int, mlp: int, vocabulary: int, routed: bool
         layers=(layer,) * layers,
         inputs=((h, h, h, mlp),) * layers,
         solved=(*layer * layers, (vocabulary, h)),
+        together=2 * mlp * h,
         vocabulary=vocabulary,
         hidden=h,
         active=weights,
