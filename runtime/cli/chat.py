@@ -152,22 +152,22 @@ def _converse(talk: "Chat", ask: Ask, view: "View") -> "tuple[Chat, BaseExceptio
     failure: BaseException | None = None
     while True:
         try:
-            entry = ask(talk)
-            if entry is None:
-                return talk, failure
-            outcome = respond(talk, entry, view)
+            while True:  # nothing runs outside of `try` between two entries
+                entry = ask(talk)
+                if entry is None:
+                    return talk, failure
+                outcome = respond(talk, entry, view)
+                talk = outcome.chat
+                failed = None if view.interactive else outcome.error
+                if failed is not None:
+                    failure = click.exceptions.Exit(1)
+                if outcome.done or not isinstance(failed, RequestError | None):
+                    return talk, failure
         except KeyboardInterrupt as interrupt:
-            if view.interactive:  # pressed between an answer and the prompt
-                continue
-            return talk, interrupt
+            if not view.interactive:  # else it was pressed between an answer and the prompt
+                return talk, interrupt
         except RequestError as error:
             return talk, error
-        talk = outcome.chat
-        failed = None if view.interactive else outcome.error
-        if failed is not None:
-            failure = click.exceptions.Exit(1)
-        if outcome.done or not isinstance(failed, RequestError | None):
-            return talk, failure
 
 
 def _view(interactive: bool, quiet: bool, made: "list[Generation]", options: LoadOptions) -> "View":
