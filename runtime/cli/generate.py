@@ -1,5 +1,8 @@
 """`lowbit-run generate`."""
 
+import os
+import select
+import stat
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -50,6 +53,7 @@ STDIN = "-"  # as PROMPT: read it from stdin
       lowbit-run qwen3-8b-int4
       lowbit-run qwen3-8b-int4 "Why is the sky blue?"
       lowbit-run qwen3-8b-int4 --json --temperature 0 < prompt.txt
+      lowbit-run qwen3-8b-int4 "Summarize this:" < notes.txt
       lowbit-run Qwen/Qwen3-8B --quantize int4 "Why is the sky blue?"
       lowbit-run qwen3-8b-int4 --prompts prompts.jsonl --out answers.jsonl
     """,
@@ -109,7 +113,9 @@ def generate(
     """Answer PROMPT on stdout as it is made; without PROMPT, begin a chat in a terminal.
 
     MODEL is a folder or a Hub id. Away from a terminal, or where PROMPT is -, the prompt is what
-    stdin holds. With another PROMPT stdin is not read. Reasoning before the answer goes to stderr.
+    stdin holds. Text that is piped in, or redirected from a file, beside PROMPT follows it after a
+    line feed; it is read to its end, so give `< /dev/null` where a pipe stays open. Reasoning
+    before the answer goes to stderr.
     """
     check_command(name)
     check_model(name)
@@ -236,17 +242,36 @@ def _check_raw(settings: "AnswerSettings", options: "LoadOptions") -> None:
 
 
 def _prompt(prompt: str | None) -> str:
-    """The prompt, from stdin where it was left out or is `-`."""
+    """The prompt, from stdin where it was left out or is `-`; else followed by what stdin holds."""
     if prompt is None and sys.stdin.isatty():
         raise click.UsageError("Missing argument 'PROMPT' (or pipe it in).")
     if prompt in (None, STDIN):
-        data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
-        check_length(len(data), MAX_PROMPT_BYTES)
-        try:
-            prompt = data.decode().removesuffix("\n")
-        except UnicodeDecodeError as error:
-            raise RequestError(f"the prompt on stdin is not UTF-8: {error}") from None
+        prompt = _read_stdin()
+    elif prompt.strip() and _holds_text():
+        if sys.platform != "win32" and not select.select([sys.stdin], [], [], 0)[0]:
+            note("reading stdin to its end, which follows PROMPT; `< /dev/null` leaves it out")
+        text = _read_stdin()
+        prompt = f"{prompt}\n{text}" if text.strip() else prompt
+        check_length(len(prompt.encode()), MAX_PROMPT_BYTES)
     if not prompt.strip():
         hint = "give PROMPT, or pipe one in; without one, a chat begins in a terminal"
         raise RequestError("the prompt is empty", hint=hint)
     return prompt
+
+
+def _holds_text() -> bool:
+    """True if stdin is a pipe or a file; a terminal, /dev/null or a closed one is not read."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # None, closed, or no file at all
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _read_stdin() -> str:
+    data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    check_length(len(data), MAX_PROMPT_BYTES)
+    try:
+        return data.decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the prompt on stdin is not UTF-8: {error}") from None

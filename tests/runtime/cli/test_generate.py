@@ -1,7 +1,10 @@
 """`lowbit-run` as a person or a script meets it: stdout, stderr, exit codes."""
 
 import json
+import os
+import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from click.testing import CliRunner, Result
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError
 from lowbit.runtime.cli.chat import chat
+from lowbit.runtime.cli.generate import _prompt
 from lowbit.runtime.cli.main import main
 from tests.hub_server import HubServer
 
@@ -62,6 +66,63 @@ def test_the_prompt_may_come_from_stdin(run: Run) -> None:
     dashed = run(BUNDLED, "-", *options, stdin="Once upon\n")
     for each in (piped, dashed):
         assert json.loads(each.stdout)["token_ids"] == json.loads(given.stdout)["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [("upon\n", "Once\nupon"), ("", "Once"), (" \n", "Once")],
+    ids=["text", "empty", "blank"],
+)
+@pytest.mark.parametrize("kind", ["pipe", "file"])
+def test_text_on_stdin_follows_the_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, text: str, whole: str
+) -> None:
+    if kind == "file":
+        (tmp_path / "stdin").write_text(text)
+        given = (tmp_path / "stdin").open()
+    else:
+        reader, writer = os.pipe()
+        os.write(writer, text.encode())
+        os.close(writer)
+        given = os.fdopen(reader)
+    with given:
+        monkeypatch.setattr("sys.stdin", given)
+        assert _prompt("Once") == whole
+
+
+def test_waiting_for_a_pipe_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    said: list[str] = []
+
+    def write_once_told(text: str) -> None:
+        said.append(text)
+        os.write(writer, b"upon")
+        os.close(writer)
+
+    monkeypatch.setattr("lowbit.runtime.cli.generate.note", write_once_told)
+    with os.fdopen(reader) as given:
+        monkeypatch.setattr("sys.stdin", given)
+        assert _prompt("Once") == "Once\nupon"
+    assert len(said) == 1
+    assert "/dev/null" in said[0]
+
+
+@pytest.mark.parametrize("kind", ["null", "closed", "none", "socket"])
+def test_what_holds_no_text_is_not_read_beside_a_prompt(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    with ExitStack() as opened:
+        given: Any = None
+        if kind in ("null", "closed"):
+            given = opened.enter_context(Path(os.devnull).open())
+            if kind == "closed":
+                given.close()
+        elif kind == "socket":  # one that stays open and says nothing would block
+            ours, theirs = (opened.enter_context(end) for end in socket.socketpair())
+            given = opened.enter_context(ours.makefile("r"))
+            assert theirs.fileno() > 0
+        monkeypatch.setattr("sys.stdin", given)
+        assert _prompt("Once") == "Once"
 
 
 def test_system_thinking_and_stop_reach_the_model(run: Run) -> None:
