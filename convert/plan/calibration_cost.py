@@ -93,7 +93,7 @@ class Shapes:
     # a token is routed to one.
     inputs: tuple[tuple[int, ...], ...]
     solved: tuple[tuple[int, int], ...]  # [N, K] of each quantized linear, the head included
-    together: int  # weights of the most quantized linears of a layer that read one input
+    together: frozenset[tuple[int, int]]  # [N, K] of the linears of a layer that read one input
     vocabulary: int  # rows of the head
     hidden: int  # its columns
     active: int  # weights of the matrices of all layers that a token passes through
@@ -120,7 +120,7 @@ def shapes_of(
     passed = Fraction(0)
     layers: dict[str, list[tuple[int, int]]] = defaultdict(list)
     inputs: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
-    together: dict[str, int] = defaultdict(int)
+    together: dict[str, tuple[int, int]] = {}
     solved = []
     for spec in table:
         match = LAYER.match(spec.name)
@@ -137,14 +137,15 @@ def shapes_of(
             layers[match[1]].append((N, K))
             passed += Fraction(N * K * chosen, count)
             if scheme is not None:
-                inputs[match[1]][spec.fused_set or spec.module] = (K,) * chosen
-                together[spec.fused_set or spec.module] += N * K
+                name = spec.fused_set or spec.module
+                inputs[match[1]][name] = (K,) * chosen
+                together[name] = (together.get(name, (0, K))[0] + N, K)
     vocabulary, hidden = table[0].shape
     return Shapes(
         layers=tuple(map(tuple, layers.values())),
         inputs=tuple(tuple(chain.from_iterable(inputs[n].values())) for n in layers),
         solved=tuple(solved),
-        together=max(together.values(), default=0),
+        together=frozenset(together.values()),
         vocabulary=vocabulary,
         hidden=hidden,
         active=int(passed),

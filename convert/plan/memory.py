@@ -212,29 +212,32 @@ def _placed(ram: int, work: int, window: int, device: str) -> Memory:
     return Memory(ram + work, 0, window) if device == "cpu" else Memory(ram, work, window)
 
 
+def _solving(N: int, K: int, batches: int, device: str) -> int:
+    """Bytes of the moments of an input [tokens, K], and of the codes of all [N, K] that read it."""
+    products = max(1, PRODUCTS_BYTES // (8 * K**2)) if device == "cpu" else 1
+    squares = (SQUARES + 2 * min(products, batches)) * 4 * K**2
+    normals = min(NORMAL_ELEMENTS, N * (K // SMALL_GROUP) ** 2)
+    parts = 0 if device == "cpu" else PARTS_BYTES * (K**2 + N * K)
+    return squares + SOLVE_BYTES * N * K + NORMAL_BYTES * normals + parts
+
+
 def calibration_memory(
     shapes: Shapes, method: Method, windows: Windows, device: str, threads: int
 ) -> Memory:
     """Peak memory of a calibration.
 
-    That of the largest layer, the next one, and the largest input; and of the hidden states of all
-    windows, which are on a GPU where they take a third of its free memory at most.
+    That of the largest layer, the next one, and the input that takes most; and of the hidden states
+    of all windows, which are on a GPU where they take a third of its free memory at most.
     """
     workers = threads if device == "cpu" else 1
     largest = max(sum(map(math.prod, layer)) for layer in shapes.layers)
-    width = max((K for layer in shapes.inputs for K in layer), default=1)
     widest = max(N for layer in shapes.layers for N, _ in layer)
     batch = max(LEARNING_TOKENS[device], windows.length)
     batches = math.ceil(windows.tokens / batch)
     work = largest * (WEIGHT_BYTES + AUTOROUND_BYTES * method.autoround)
     work += min(batches, workers) * batch * (4 * widest + 8 * shapes.hidden) * 4
     if method.codes == "gptq":
-        products = max(1, PRODUCTS_BYTES // (8 * width**2)) if device == "cpu" else 1
-        work += (SQUARES + 2 * min(products, batches)) * 4 * width**2
-        normals = max(N * (K // SMALL_GROUP) ** 2 for layer in shapes.layers for N, K in layer)
-        work += SOLVE_BYTES * shapes.together + NORMAL_BYTES * min(NORMAL_ELEMENTS, normals)
-        if device != "cpu":
-            work += PARTS_BYTES * (width**2 + shapes.together)
+        work += max((_solving(N, K, batches, device) for N, K in shapes.together), default=0)
     # Sets of hidden states: the original's, the quantized model's, and both before the experts.
     sets = 1 if method.from_original else 4 if shapes.routed else 2
     window = sets * 4 * windows.length * shapes.hidden * 5 // 4

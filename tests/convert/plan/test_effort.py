@@ -33,7 +33,7 @@ def shapes(layers: int, h: int, kv: int, mlp: int, vocabulary: int, routed: bool
         layers=(layer,) * layers,
         inputs=((h, h, h, mlp),) * layers,
         solved=(*layer * layers, (vocabulary, h)),
-        together=2 * mlp * h,
+        together=frozenset({(h + 2 * kv, h), (h, h), (2 * mlp, h), (h, mlp)}),
         vocabulary=vocabulary,
         hidden=h,
         active=weights,
