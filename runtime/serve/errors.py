@@ -115,6 +115,12 @@ def timed_out(seconds: float) -> ApiError:
     return ApiError(504, f"the request took longer than {seconds:g} s", "timeout_error")
 
 
+def shutting_down() -> ApiError:
+    """The error 503 for a new request while the server ends; another server may follow it."""
+    headers = {"Retry-After": "5", "Connection": "close"}
+    return ApiError(503, "the server is shutting down", "server_error", headers=headers)
+
+
 def of_bug(error: BaseException) -> LowbitError:
     """The error that a client sees of a bug in the engine."""
     return LowbitError(f"the engine failed: {type(error).__name__}", hint="see the log")

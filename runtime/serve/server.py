@@ -170,14 +170,16 @@ class Server(uvicorn.Server):
 
     def drain(self) -> None:
         """Refuse new requests and end after the running ones; at once if called twice."""
-        if self._service.draining:
+        service = self._service
+        if service.draining:
             log.warning("ending at once")
             self.should_exit = self.force_exit = True
             return
-        self._service.draining = True
+        running = service.active - len(service.pending)
+        service.drain()
         if self._captured:
             end_at_next_signal()
-        log.warning("shutting down; requests that still run: %d", self._service.active)
+        log.warning("shutting down; requests that still run: %d", running)
         self._draining = asyncio.get_running_loop().create_task(self._drained())
 
     async def _drained(self) -> None:

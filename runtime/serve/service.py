@@ -21,6 +21,7 @@ from lowbit.runtime.serve.errors import (
     ClientLeftError,
     busy,
     of_lowbit,
+    shutting_down,
     timed_out,
 )
 from lowbit.runtime.serve.link.channel import Channel
@@ -47,11 +48,14 @@ class PendingBodies:
     """Connections that wait for the next part of a body; the longest wait gives way to new ones.
 
     All methods belong to the event loop.
+
+    Attributes:
+        closed: nobody may wait any more.
     """
 
     def __init__(self, most: int) -> None:
         """Start without a connection."""
-        self._most = most
+        self._most, self.closed = most, False
         self._waiting: dict[asyncio.Timeout, None] = {}  # the longest wait first
 
     def __len__(self) -> int:
@@ -74,6 +78,11 @@ class PendingBodies:
                 yield
             finally:
                 self._waiting.pop(limit, None)
+
+    def close(self) -> None:
+        """Let all that wait give way, and those that come later."""
+        self._most, self.closed = 0, True
+        self._shrink()
 
     def _shrink(self) -> None:
         while len(self._waiting) > self._most:
@@ -286,8 +295,7 @@ class Service:
             client: who asks; the queue that others fill is not full for one that has nothing in it.
         """
         if self.draining:
-            again = {"Retry-After": "5"}
-            raise ApiError(503, "the server is shutting down", "server_error", headers=again)
+            raise shutting_down()
         if self.failing:
             message = "the engine does not answer; the server's log says why"
             raise ApiError(503, message, "server_error", headers={"Retry-After": "60"})
@@ -301,6 +309,11 @@ class Service:
                 f"the request asks for {answers} answers, this server makes at most "
                 f"{rows + self.settings.queue}",
             )
+
+    def drain(self) -> None:
+        """Refuse new requests; one whose body has not come whole is a new one."""
+        self.draining = True
+        self.pending.close()
 
     def enter(self, client: str) -> None:
         """Count a request that is to be answered."""

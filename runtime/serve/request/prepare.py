@@ -19,7 +19,13 @@ from lowbit.formats.text.template import THINKING
 from lowbit.formats.text.worker import Ask, blocking
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.serve.answers import Answers
-from lowbit.runtime.serve.errors import ApiError, ClientLeftError, invalid, of_lowbit
+from lowbit.runtime.serve.errors import (
+    ApiError,
+    ClientLeftError,
+    invalid,
+    of_lowbit,
+    shutting_down,
+)
 from lowbit.runtime.serve.link.messages import Constraints
 from lowbit.runtime.serve.logs import Record
 from lowbit.runtime.serve.protocol import has_whole_body
@@ -414,7 +420,7 @@ async def _read(http: HttpRequest, pending: PendingBodies, most: int) -> list[by
             async with pending.wait(min(left, BODY_TIMEOUT_S)):
                 message = await http.receive()
         except TimeoutError:
-            raise _too_slow() from None
+            raise (shutting_down() if pending.closed else _too_slow()) from None
         if message["type"] == "http.disconnect":
             raise ClientLeftError
         part = message.get("body", b"")

@@ -3,6 +3,8 @@
 import resource
 import socket
 import threading
+from contextlib import ExitStack
+from functools import partial
 
 import httpx2
 import pytest
@@ -185,3 +187,41 @@ def test_running_requests_finish_and_new_ones_do_not_begin(server: Running) -> N
             assert client.get("/health").status_code == 503
             assert [line for line in lines if line][-1] == "data: [DONE]"
         until(lambda: not ending.service.engine.alive)
+
+
+def test_requests_that_have_not_come_whole_hold_up_no_end(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor do connections without a request; a body that begins later is no other."""
+    may, step = threading.Event(), Engine._step
+
+    def late(engine: Engine) -> bool:
+        assert may.wait(60)
+        return step(engine)
+
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+    with running(server.model) as ending, ExitStack() as stack:
+
+        def connect(sent: bytes) -> socket.socket:
+            address = ("127.0.0.1", ending.port)
+            found = stack.enter_context(socket.create_connection(address, timeout=60))
+            found.sendall(sent)
+            return found
+
+        url, body = f"{ending.url}/v1/completions", {**LONG, "max_tokens": 20}
+        with httpx2.stream("POST", url, json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            monkeypatch.setattr(Engine, "_step", late)
+            begun, idle, half = connect(head + b"{"), connect(b""), connect(head[:-2])
+            until(lambda: len(ending.service.pending) == 1)
+            ending.service.engine.loop.call_soon_threadsafe(ending.server.drain)
+            until(lambda: "requests that still run: 1" in caplog.text)
+            for each in (begun, connect(head), connect(head + b"{")):
+                found = b"".join(iter(partial(each.recv, 1 << 16), b""))
+                assert found.startswith(b"HTTP/1.1 503")
+                assert b"\r\nconnection: close\r\n" in found
+            may.set()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        until(lambda: not ending.service.engine.alive)
+        assert (idle.recv(1), half.recv(1)) == (b"", b"")
