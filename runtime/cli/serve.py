@@ -269,7 +269,7 @@ def _serve_here(
         logging.shutdown()
         sys.stderr.flush()
         os._exit(1)  # the interpreter would wait for them
-    if not service.draining:
+    if service.engine.lost or not service.draining:
         raise _engine_ended(engines.current)
 
 

@@ -24,6 +24,7 @@ from lowbit.runtime.serve.link.workers import (
     DropOthers,
     End,
     Follow,
+    Lost,
     OthersFound,
     Ready,
     Start,
@@ -199,6 +200,8 @@ def _serve(channel: Channel[ToWorker], settings: ServeSettings, row: int) -> boo
         model, settings, engine, supervised.next_engine, siblings, created=start.created
     )
     WorkerServer(service, supervised).run()
+    if service.engine.lost:
+        channel.send(Lost())
     return end_threads()
 
 

@@ -185,8 +185,9 @@ class Server(uvicorn.Server):
     async def _drained(self) -> None:
         while self._service.active and not self.should_exit and not self._service.failing:
             await asyncio.sleep(TICK_S)
-        if not self._service.engine.alive:  # clients have been told to see the log
-            log.error("the server ends, as the engine has")
+        engine = self._service.engine
+        if not engine.alive:  # clients have been told to see the log
+            log.error("the server ends, as the engine has; answers that it lost: %d", engine.lost)
         self.should_exit = True
 
 

@@ -30,6 +30,7 @@ from lowbit.runtime.serve.link.workers import (
     End,
     Follow,
     FromWorker,
+    Lost,
     OthersFound,
     Ready,
     Start,
@@ -78,7 +79,7 @@ class Supervisor:
     Attributes:
         room: connections that a process may have.
         draining: the server is ending.
-        engine_ended: it ends because its engine has ended.
+        engine_ended: it ends because its engine has ended, or that lost answers at the end.
         error: reason why it ends; None for a signal or the end of the engine.
     """
 
@@ -197,6 +198,8 @@ class Supervisor:
             case CountsFound(counts):
                 worker.asked = False
                 self._note_counts(worker, [counts])
+            case Lost():
+                self.engine_ended = True
             case NotStarted():
                 self._fail(message.error())
 

@@ -63,6 +63,7 @@ class RemoteHandle:
     reused: int = 0
     speculation: Speculated | None = None
     over: bool = False  # the engine says no more of it
+    cancelled: bool = False  # nobody waits for it any more
     _error: LowbitError | None = None
     _unread: list[int] = field(default_factory=list)
 
@@ -92,6 +93,7 @@ class RemoteHandle:
 
     def cancel(self) -> None:
         """End the answer before the engine's next step."""
+        self.cancelled = True
         if not self.over:
             self.client.cancel(self.number)
 
@@ -111,6 +113,7 @@ class EngineClient:
     Attributes:
         alive: the engine can be heard.
         open: number of answers whose last delta has not been delivered.
+        lost: number of answers that clients waited for when the engine ended.
         problem: of the engine's last step; None while steps succeed.
     """
 
@@ -130,7 +133,7 @@ class EngineClient:
             on_open: is told `open` whenever it changes.
         """
         self.alive = True
-        self.open = 0
+        self.open = self.lost = 0
         self.problem: Problem | None = None
         self.loop = asyncio.get_running_loop()
         self._channel, self._tokenizer, self._metrics = channel, tokenizer, metrics
@@ -328,6 +331,7 @@ class EngineClient:
     def _end(self) -> None:
         """Fail everything that waits for the engine."""
         self.alive = False
+        self.lost = sum(not each.handle.cancelled for each in self._waiting.values())
         for number, waiting in list(self._waiting.items()):
             last = More(number, waiting.handle.reused, ended=True, problem=self._ending)
             self._deliver(number, (), last)

@@ -67,6 +67,10 @@ class Ready(Message):
     """An HTTP process takes connections."""
 
 
+class Lost(Message):
+    """The engine has ended while clients of an HTTP process waited for answers."""
+
+
 class Closed(Message):
     """Connections that an HTTP process has been given and has no more."""
 
@@ -74,4 +78,4 @@ class Closed(Message):
 
 
 ToWorker = Start | Connect | Follow | Drain | End | AskCounts | OthersFound
-FromWorker = Ready | NotStarted | Closed | CountsFound | AskOthers | DropOthers
+FromWorker = Ready | NotStarted | Lost | Closed | CountsFound | AskOthers | DropOthers

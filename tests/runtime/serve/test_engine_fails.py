@@ -25,6 +25,7 @@ from lowbit.runtime.engine.stream import Answer, Handle
 from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.apis.chat import ChatEvents
 from lowbit.runtime.serve.link import stepper
+from lowbit.runtime.serve.link.client import EngineClient
 from lowbit.runtime.serve.link.messages import Begin
 from lowbit.runtime.serve.link.stepper import Stepper
 from lowbit.runtime.serve.metrics import Metrics
@@ -226,16 +227,21 @@ def test_the_end_of_the_thread_ends_requests_and_server(
 def test_the_end_of_the_engine_is_logged_while_the_server_ends(
     model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with running(model) as ending:
-        url, body = f"{ending.url}/v1/completions", {**LONG, "max_tokens": 250}
+    """With the answers that somebody waited for, of two."""
+    with running(model) as ending, raw_request(ending, LONG) as leaving:
+        until(lambda: ending.service.engine.open == 1)
+        url, body = f"{ending.url}/v1/completions", LONG
         with httpx2.stream("POST", url, json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
             ending.service.engine.loop.call_soon_threadsafe(ending.server.drain)
             until(lambda: ending.service.draining)
+            monkeypatch.setattr(EngineClient, "_send_cancelled", lambda _: None)
+            leaving.close()
+            until(lambda: ending.service.active == 1)
             monkeypatch.setattr(Stepper, "_collect", bug)
             assert "the engine has ended; see the log" in "".join(lines)
-        until(lambda: "the server ends, as the engine has" in caplog.text)
+        until(lambda: "as the engine has; answers that it lost: 1" in caplog.text)
 
 
 def test_after_the_end_of_the_engine_nothing_hangs(

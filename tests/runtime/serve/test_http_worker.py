@@ -92,9 +92,9 @@ class Served:
 
 
 @contextmanager
-def served(*options: str, short_life: float = 30.0) -> Iterator[Served]:
+def served(*options: str, short_life: float = 30.0, workers: int = WORKERS) -> Iterator[Served]:
     line = ("serve", str(BUNDLED), "--port", "0", "--device", "cpu", "--sequences", "2")
-    more = ("--http-workers", str(WORKERS), "--queue", str(QUEUE), *options)
+    more = ("--http-workers", str(workers), "--queue", str(QUEUE), *options)
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, str(short_life), *line, *more],
         stderr=subprocess.PIPE,
@@ -112,7 +112,7 @@ def served(*options: str, short_life: float = 30.0) -> Iterator[Served]:
         reader.start()
         try:
             until(lambda: "http://" in found.text or process.poll() is not None, 60)
-            assert len(found.workers) == WORKERS, found.text
+            assert len(found.workers) == (workers if workers > 1 else 0), found.text
             yield found
         finally:
             process.kill()
@@ -263,6 +263,20 @@ def test_the_end_of_the_engine_ends_requests_and_server() -> None:
             os.kill(server.engine, signal.SIGKILL)
             assert all("the engine has ended" in "".join(parts) for parts in both)
         server.ended(1)
+        assert "the engine's process has ended: signal SIGKILL" in server.text
+
+
+@pytest.mark.parametrize("workers", [1, WORKERS])
+def test_answers_that_the_engine_loses_behind_a_signal_are_a_failure(workers: int) -> None:
+    with served(workers=workers) as server, connected(server, 1) as clients:
+        with streams(clients) as [parts]:
+            os.kill(server.engine, signal.SIGSTOP)
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: server.text.count("shutting down") == workers)
+            os.kill(server.engine, signal.SIGKILL)
+            assert "the engine has ended" in "".join(parts)
+        server.ended(1)
+        assert "the server ends, as the engine has; answers that it lost: 1" in server.text
         assert "the engine's process has ended: signal SIGKILL" in server.text
 
 

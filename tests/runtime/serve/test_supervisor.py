@@ -31,6 +31,7 @@ from lowbit.runtime.serve.link.workers import (
     DropOthers,
     End,
     FromWorker,
+    Lost,
     OthersFound,
     Ready,
     Start,
@@ -423,6 +424,25 @@ def test_the_end_of_the_engine_ends_all(monkeypatch: pytest.MonkeyPatch) -> None
             await stage.end_engine()
             assert stage.supervisor.engine_ended
             assert stage.supervisor.error is None
+
+    run(work)
+
+
+@pytest.mark.parametrize("loses", [True, False])
+def test_an_engine_that_ends_behind_a_signal_is_missed_where_answers_are_lost(
+    loses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with staged(monkeypatch) as stage:
+            first, second = stage.workers
+            stage.supervisor._drain()
+            stage.engine.close()
+            second.end(0)
+            if loses:
+                first.channel.send(Lost())
+            first.end(0)
+            await asyncio.wait_for(stage.serving, 20)
+            assert stage.supervisor.engine_ended is loses
 
     run(work)
 
