@@ -35,7 +35,7 @@ class WorkerError(Exception):
     Attributes:
         kind: `syntax` for a template or tokenizer that cannot be read, `failed` for an exception,
             `memory`, `output` and `time` for a limit, `died` for a process that ended by itself,
-            `killed` for one that was ended from outside.
+            `killed` for one that was ended, or stopped, from outside.
     """
 
     def __init__(self, kind: FailureKind, message: str) -> None:
@@ -104,7 +104,7 @@ class ChildProcess:
 def failure_of(error: Exception, library: Library, retried: bool) -> Exception | None:
     """The error of a job that has failed; None where it is to be done once more.
 
-    A child that was killed from outside, ready or not, was not killed by its job.
+    A child that was killed or stopped from outside, ready or not, was not by its job.
 
     Args:
         retried: the job has been done once more already.
@@ -114,7 +114,7 @@ def failure_of(error: Exception, library: Library, retried: bool) -> Exception |
     if not retried:
         return None
     return ResourceError(
-        f"the process that runs {library} was ended from outside twice ({error})",
+        f"the process that runs {library} was ended or stopped from outside twice ({error})",
         hint="try again; a system that is short of memory ends processes",
     )
 

@@ -4,8 +4,8 @@ They are written one behind another, so that the child begins the next one by it
 reads several replies at once. When a thread waited for each reply, that took half the time of a
 request beside 63 others. A job that ends the child fails; those behind it go to another child, and
 so does, once, a job whose child was killed from outside.
-A child that writes nothing for longer than a job may take is ended: its own timer does not run out
-while it is stopped.
+A child that writes nothing for longer than a job may take is ended. It was stopped from outside: its
+own timer would have ended it, whatever its job does, but takes effect only once it runs again.
 """
 
 import asyncio
@@ -205,7 +205,7 @@ class JobQueue:
         if self._loop.time() < self._heard + self._seconds + SILENT_S:
             self._look_later()
         else:
-            self._restart(WorkerError("time", "no answer"))
+            self._restart(WorkerError("killed", "no answer"))
 
     def _restart(self, error: WorkerError | None = None) -> None:
         """Start another child for all jobs; the one at hand fails, or is done once more.

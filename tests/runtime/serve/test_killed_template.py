@@ -49,6 +49,6 @@ def test_the_client_of_a_killed_process_is_answered(
         return
     assert found.status_code == 500
     error = found.json()["error"]
-    assert "was ended from outside twice (SIGKILL)" in error["message"]
+    assert "was ended or stopped from outside twice (SIGKILL)" in error["message"]
     assert error["type"] == ("api_error" if path.endswith("messages") else "server_error")
     assert ask(server, path).status_code == 200
