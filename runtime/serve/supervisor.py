@@ -9,7 +9,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 
@@ -42,7 +42,9 @@ from lowbit.runtime.serve.siblings import new_totals
 
 log = logging.getLogger("lowbit.serve")
 MOST_ACCEPTED = 64  # connections in one turn of the event loop
-RETRY_S = 0.5  # until connections are accepted again, where there is no room for more
+RETRY_S = 0.5  # until connections are accepted again, where no process can take more
+BEAT_S = 1.0  # between two questions to each process
+SILENT_S = 2.0  # until one that has not answered, such as a stopped one, gets no connections
 # Share of the files that a process may open, for its connections: one that has no room for a file
 # that it is sent loses its channel
 ROOM = 0.75
@@ -58,7 +60,8 @@ class HttpProcess:
     ended: bool = False
     given: int = 0  # connections so far
     connections: int = 0  # that are open
-    asked: bool = False  # has been asked for its metrics and has not answered
+    # Time of the loop at which it was asked for its metrics; None once it has answered
+    asked_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -110,7 +113,8 @@ class Supervisor:
         try:
             self._start_workers()  # a signal may interrupt it
             hearing = [asyncio.create_task(self._hear(each)) for each in self._workers]
-            tasks = [*hearing, asyncio.create_task(self._watch_engine())]
+            watching = (self._watch_engine(), self._beat())
+            tasks = [*hearing, *(asyncio.create_task(each) for each in watching)]
             for each in self._workers:
                 await each.ready.wait()
             if not self.draining:
@@ -149,11 +153,9 @@ class Supervisor:
             worker.channel.send(Start(engine, totals, created))
 
     def _accept(self) -> None:
-        """Hand new connections to the processes that have the fewest."""
+        """Hand new connections to the processes that have the fewest, of those that answer."""
         for _ in range(MOST_ACCEPTED):
-            able = [
-                each for each in self._workers if not each.ended and each.connections < self.room
-            ]
+            able = [each for each in self._workers if self._is_able(each)]
             if not able:
                 self._accept_later()
                 return
@@ -169,6 +171,12 @@ class Supervisor:
             worker.given += 1
             worker.connections += 1
             worker.channel.send(Connect(SharedSocket.of(connection)))
+
+    def _is_able(self, worker: HttpProcess) -> bool:
+        """True if a process may be handed a connection."""
+        now, asked_at = asyncio.get_running_loop().time(), worker.asked_at
+        silent = asked_at is not None and now - asked_at >= SILENT_S
+        return not (worker.ended or silent) and worker.connections < self.room
 
     def _accept_later(self) -> None:
         """Let clients wait in the system's queue for some time."""
@@ -196,7 +204,7 @@ class Supervisor:
             case DropOthers(number):
                 self._pending.pop((worker, number), None)
             case CountsFound(counts):
-                worker.asked = False
+                worker.asked_at = None
                 self._note_counts(worker, [counts])
             case Lost():
                 self.engine_ended = True
@@ -204,14 +212,25 @@ class Supervisor:
                 self._fail(message.error())
 
     def _ask_others(self, worker: HttpProcess, number: int) -> None:
-        """Ask all other processes for their metrics, but none that still owes its last answer."""
+        """Ask all other processes for their metrics."""
         others = {each for each in self._workers if not (each.ended or each is worker)}
         self._pending[worker, number] = PendingCounts(others)
-        for each in others:
-            if not each.asked:
-                each.asked = True
-                each.channel.send(AskCounts())
+        self._ask(others)
         self._answer_complete()
+
+    def _ask(self, workers: Iterable[HttpProcess]) -> None:
+        """Ask processes for their metrics, but none that still owes its last answer."""
+        now = asyncio.get_running_loop().time()
+        for each in workers:
+            if each.asked_at is None and not each.ended:
+                each.asked_at = now
+                each.channel.send(AskCounts())
+
+    async def _beat(self) -> None:
+        """Find out which processes answer."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self._ask(self._workers)
 
     def _note_counts(self, worker: HttpProcess, counts: list[Counts]) -> None:
         """Add the metrics of a process to those of the others; it has none if it has ended."""

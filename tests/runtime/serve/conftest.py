@@ -18,13 +18,14 @@ import pytest
 from lowbit.runtime.engine.load import load
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.prompts import EmbedderElsewhere
-from lowbit.runtime.engine.stats import load_of
+from lowbit.runtime.engine.stats import OfSource, Speculated, load_of
 from lowbit.runtime.images import picture
 from lowbit.runtime.images.decode import decode_image
 from lowbit.runtime.serve.app import build_app
 from lowbit.runtime.serve.link.channel import Channel
 from lowbit.runtime.serve.link.host import EngineHost, facts_of
 from lowbit.runtime.serve.link.messages import FromEngine, ToEngine
+from lowbit.runtime.serve.metrics import Counts, Metrics
 from lowbit.runtime.serve.served_model import served_model
 from lowbit.runtime.serve.server import Server, listen
 from lowbit.runtime.serve.service import Service
@@ -105,6 +106,18 @@ def prompt_of(
         until(lambda: any(each.startswith("prompt: ") for each in caplog.messages))
     [prompt] = [each for each in caplog.messages if each.startswith("prompt: ")]
     return prompt.removeprefix("prompt: "), found
+
+
+def counts_of(tokens: int) -> Counts:
+    """Metrics of an HTTP process."""
+    metrics = Metrics(prompt_tokens=tokens, cached_tokens=1, new_tokens=2)
+    metrics.whole.observe(0.2)
+    metrics.whole.observe(1000.0, tokens)
+    metrics.first_token.observe(0.1)
+    metrics.finished["stop"] += tokens
+    metrics.responses["/metrics", 200] += tokens
+    metrics.count_drafts(Speculated(1, (1, 1), (1, 0), 2.0, {"head": OfSource(1, 2, 2, 1)}))
+    return metrics.counts
 
 
 def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:

@@ -1,17 +1,20 @@
 """Metrics under vLLM's names; of a server that speculates also its answers and its log."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import pytest
 
 from lowbit.runtime.engine.load import load
-from lowbit.runtime.engine.stats import SOURCES
+from lowbit.runtime.engine.stats import SOURCES, OfSource
+from lowbit.runtime.serve.metrics import Collector, Metrics, new_registry
 from lowbit.runtime.state.sampling_params import SamplingParams
-from tests.runtime.serve.conftest import BUNDLED, LONG, NAME, Running, running, until
+from tests.runtime.serve.conftest import BUNDLED, LONG, NAME, Running, counts_of, running, until
 
 HYBRID = BUNDLED.parent / "tiny-qwen3.5"
 DRAFTS = 3
@@ -149,3 +152,24 @@ def test_every_answer_has_waited_once(drafting: Running) -> None:
     after = metrics(drafting)
     assert after[name] - before[name] == 4
     assert 0 <= after[total] - before[total] < 60
+
+
+def test_metrics_of_processes_are_sums() -> None:
+    sums, twice = Metrics(), Metrics()
+    for tokens in (3, 4):
+        sums.add(counts_of(tokens))
+    whole = counts_of(7)
+    assert sums.counts.finished == whole.finished == Counter(stop=7)
+    assert sums.counts.responses == [("/metrics", 200, 7)]
+    assert sums.counts.tokens == (7, 2, 4)
+    assert sums.whole.count == 9
+    assert sums.whole.total == pytest.approx(7000.4)
+    assert sums.first_token.count == 2
+    assert sums.drafts.speculated.sources["head"] == OfSource(2, 4, 4, 2)
+    load: Any = SimpleNamespace(pages=1, pages_used=0, running=0, waiting=0)
+    found: Any = SimpleNamespace(load=load, grammar_bytes=0, grammars_waiting=0)
+    registry = new_registry(Collector(sums, found, "none", "exact"))
+    bucket = {"model_name": "none", "le": "+Inf"}
+    assert registry.get_sample_value("vllm:e2e_request_latency_seconds_bucket", bucket) == 9
+    twice.add(sums.counts)
+    assert twice.counts == sums.counts

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from lowbit.formats.errors import CheckpointError, ResourceError
-from lowbit.runtime.engine.stats import OfSource, Speculated
 from lowbit.runtime.images.shared import SharedBytes
 from lowbit.runtime.serve import http_worker
 from lowbit.runtime.serve import supervisor as module
@@ -37,11 +36,11 @@ from lowbit.runtime.serve.link.workers import (
     Start,
     ToWorker,
 )
-from lowbit.runtime.serve.metrics import Collector, Counts, Metrics, new_registry
 from lowbit.runtime.serve.server import listen
 from lowbit.runtime.serve.settings import ServeSettings
 from lowbit.runtime.serve.siblings import new_totals
 from lowbit.runtime.serve.supervisor import Supervisor
+from tests.runtime.serve.conftest import counts_of
 
 
 @dataclass(eq=False)
@@ -116,6 +115,7 @@ async def staged(
     ready: bool = True,
     most: int = 8,
     next_engine: Callable[[], EngineProcess] | None = None,
+    beat_s: float = 1e6,
 ) -> AsyncIterator[Stage]:
     """A supervisor of `count` processes, of which `most` can be started."""
     workers: list[Fake] = []
@@ -127,6 +127,7 @@ async def staged(
         return workers[-1]
 
     patch.setattr(module, "start_process", start_process)
+    patch.setattr(module, "BEAT_S", beat_s)
     pairs = [socket.socketpair() for _ in range(1 + count)]
     ours = [each for each, _ in pairs]
     process: Any = SimpleNamespace(join=bool, exitcode=0)
@@ -186,6 +187,44 @@ def test_connections_go_to_the_process_that_has_the_fewest(monkeypatch: pytest.M
     run(work)
 
 
+def test_a_process_that_does_not_answer_gets_no_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until it does; where none does, clients wait."""
+
+    async def answer(worker: Fake) -> None:
+        while True:
+            worker.channel.send(CountsFound(counts_of(1)))
+            await worker.next(AskCounts)
+
+    async def work() -> None:
+        monkeypatch.setattr(module, "RETRY_S", 0.01)
+        async with staged(monkeypatch, beat_s=0.01) as stage:
+            stopped, other = stage.workers
+            for each in stage.workers:
+                await each.next(AskCounts)
+            loop, time = asyncio.get_running_loop(), asyncio.get_running_loop().time
+            monkeypatch.setattr(loop, "time", lambda: time() + module.SILENT_S)
+            for _ in range(4):
+                stage.connect()
+            await stage.until(lambda: stage.supervisor._retry is not None)
+            assert [stopped.connections, other.connections] == [[], []]
+            answering = [asyncio.create_task(answer(other))]
+            await stage.until(lambda: len(other.connections) == 4)
+            assert not stopped.connections
+            assert stopped.kinds[AskCounts] == 1
+            answering.append(asyncio.create_task(answer(stopped)))
+
+            def has_one() -> bool:
+                stage.connect()
+                return bool(stopped.connections)
+
+            await stage.until(has_one)
+            assert len(answering) == 2  # are held, and cancelled at the end of the loop
+
+    run(work)
+
+
 def test_no_process_gets_more_connections_than_it_has_room_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -207,17 +246,6 @@ def test_no_process_gets_more_connections_than_it_has_room_for(
     run(work)
 
 
-def counts(tokens: int) -> Counts:
-    metrics = Metrics(prompt_tokens=tokens, cached_tokens=1, new_tokens=2)
-    metrics.whole.observe(0.2)
-    metrics.whole.observe(1000.0, tokens)
-    metrics.first_token.observe(0.1)
-    metrics.finished["stop"] += tokens
-    metrics.responses["/metrics", 200] += tokens
-    metrics.count_drafts(Speculated(1, (1, 1), (1, 0), 2.0, {"head": OfSource(1, 2, 2, 1)}))
-    return metrics.counts
-
-
 def test_metrics_are_asked_of_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one of them ends meanwhile."""
 
@@ -227,18 +255,18 @@ def test_metrics_are_asked_of_all_others(monkeypatch: pytest.MonkeyPatch) -> Non
             first.channel.send(AskOthers(7))
             for each, tokens in ((second, 10), (third, 100)):
                 await each.next(AskCounts)
-                each.channel.send(CountsFound(counts(tokens)))
+                each.channel.send(CountsFound(counts_of(tokens)))
                 await stage.until(lambda: pending_of(stage) in ([1], []))
             found = await first.next(OthersFound)
             assert found.number == 7
-            assert found.counts == [counts(10), counts(100)]
+            assert found.counts == [counts_of(10), counts_of(100)]
             first.channel.send(AskOthers(8))
             await second.next(AskCounts)
-            second.channel.send(CountsFound(counts(1)))
+            second.channel.send(CountsFound(counts_of(1)))
             await third.next(AskCounts)
             third.end(-9)
             found = await first.next(OthersFound)
-            assert (found.number, found.counts) == (8, [counts(1)])
+            assert (found.number, found.counts) == (8, [counts_of(1)])
 
     run(work)
 
@@ -257,18 +285,18 @@ def test_nothing_is_kept_of_questions_to_a_process_that_is_silent(
             for number in range(100):
                 first.channel.send(AskOthers(number))
                 await second.next(AskCounts)
-                second.channel.send(CountsFound(counts(1)))
+                second.channel.send(CountsFound(counts_of(1)))
                 await stage.until(lambda: pending_of(stage) == [1])
                 first.channel.send(DropOthers(number))
                 await stage.until(lambda: not pending_of(stage))
             assert silent.kinds[AskCounts] == 1
             first.channel.send(AskOthers(100))
             await second.next(AskCounts)
-            second.channel.send(CountsFound(counts(2)))
+            second.channel.send(CountsFound(counts_of(2)))
             await stage.until(lambda: pending_of(stage) == [1])
-            silent.channel.send(CountsFound(counts(3)))  # to the first question
+            silent.channel.send(CountsFound(counts_of(3)))  # to the first question
             found = await first.next(OthersFound)
-            assert (found.number, found.counts) == (100, [counts(2), counts(3)])
+            assert (found.number, found.counts) == (100, [counts_of(2), counts_of(3)])
             first.channel.send(AskOthers(101))
             await stage.until(lambda: silent.kinds[AskCounts] == 2)
             first.end(-9)  # who has asked, as well
@@ -292,27 +320,6 @@ def test_a_process_that_waits_no_more_for_metrics_says_so() -> None:
         channel.close()
 
     run(work)
-
-
-def test_metrics_of_processes_are_sums() -> None:
-    sums, twice = Metrics(), Metrics()
-    for tokens in (3, 4):
-        sums.add(counts(tokens))
-    whole = counts(7)
-    assert sums.counts.finished == whole.finished == Counter(stop=7)
-    assert sums.counts.responses == [("/metrics", 200, 7)]
-    assert sums.counts.tokens == (7, 2, 4)
-    assert sums.whole.count == 9
-    assert sums.whole.total == pytest.approx(7000.4)
-    assert sums.first_token.count == 2
-    assert sums.drafts.speculated.sources["head"] == OfSource(2, 4, 4, 2)
-    load: Any = SimpleNamespace(pages=1, pages_used=0, running=0, waiting=0)
-    found: Any = SimpleNamespace(load=load, grammar_bytes=0, grammars_waiting=0)
-    registry = new_registry(Collector(sums, found, "none", "exact"))
-    bucket = {"model_name": "none", "le": "+Inf"}
-    assert registry.get_sample_value("vllm:e2e_request_latency_seconds_bucket", bucket) == 9
-    twice.add(sums.counts)
-    assert twice.counts == sums.counts
 
 
 def test_a_process_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
