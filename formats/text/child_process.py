@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal, cast
 
 from lowbit.formats.errors import ResourceError
 
@@ -48,7 +48,9 @@ class ChildProcess:
     """A child that has been started, and ends with this object.
 
     Attributes:
-        process: with pipes to its standard input and output.
+        process: its pipes belong to this object.
+        input: takes jobs, a line each.
+        output: has its first line, and then a line for each job.
         ready: it has reported that it is.
     """
 
@@ -63,6 +65,7 @@ class ChildProcess:
             ResourceError: it cannot be started.
         """
         self.process, self.ready, self._library = start_child(library, memory_bytes), False, library
+        self.input, self.output = pipes_of(self.process)
         self._end = weakref.finalize(self, end_child, self.process)
 
     @property
@@ -139,16 +142,24 @@ def start_child(library: Library, memory_bytes: int) -> subprocess.Popen[bytes]:
             start_new_session=True,  # Ctrl-C is for this process
         )
     except OSError as error:
-        raise ResourceError(f"no process can be started: {error.strerror}") from None
+        raise ResourceError(
+            f"no process can be started: {error.strerror}",
+            hint="the machine may be short of memory, or the user have too many processes or open "
+            "files: see `ulimit -a`",
+        ) from None
+
+
+def pipes_of(process: "subprocess.Popen[bytes]") -> tuple[IO[bytes], IO[bytes]]:
+    """Standard input and output of a child, both of which are pipes."""
+    return cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
 
 
 def end_child(process: "subprocess.Popen[bytes]") -> None:
     """End a child and close its pipes."""
     process.kill()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()  # may hold unread jobs
+    for pipe in pipes_of(process):
+        with contextlib.suppress(OSError):
+            pipe.close()  # may hold unread jobs
     process.wait()
 
 

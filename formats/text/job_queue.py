@@ -4,8 +4,8 @@ They are written one behind another, so that the child begins the next one by it
 reads several replies at once. When a thread waited for each reply, that took half the time of a
 request beside 63 others. A job that ends the child fails; those behind it go to another child, and
 so does, once, a job whose child was killed from outside.
-A child that writes nothing for longer than a job may take is ended. It was stopped from outside: its
-own timer would have ended it, whatever its job does, but takes effect only once it runs again.
+A child that writes nothing for longer than a job may take is ended. It was stopped from outside:
+its own timer ends one that runs, whatever its job does.
 """
 
 import asyncio
@@ -123,10 +123,8 @@ class JobQueue:
 
     def _start(self) -> None:
         child = ChildProcess(self._library, self._memory_bytes)
-        if child.process.stdin is None or child.process.stdout is None:
-            raise ResourceError("no process can be started")
         self._child = child
-        self._input, self._output = child.process.stdin.fileno(), child.process.stdout.fileno()
+        self._input, self._output = child.input.fileno(), child.output.fileno()
         for descriptor in (self._input, self._output):
             os.set_blocking(descriptor, False)
         self._loop.add_reader(self._output, self._read)

@@ -97,11 +97,11 @@ class Worker:
 
     def _reply(self, line: bytes) -> dict[str, Any]:
         with self._lock, self._whole():
-            self._send(line)
+            child = self._send(line)
             while self._unread:
-                self._receive()
+                self._receive(child)
                 self._unread -= 1
-            return self._receive()
+            return self._receive(child)
 
     async def ask_blocking(self, job: Mapping[str, Any]) -> Any:
         """Run a job as `ask` does; see `blocking`."""
@@ -116,32 +116,30 @@ class Worker:
             self._stop()
             raise
 
-    def _send(self, line: bytes) -> None:
+    def _send(self, line: bytes) -> ChildProcess:
+        """Send a job to the child, which is started where there is none."""
         if self._child is not None and not self._unread and self._child.ended:
             self._stop()  # killed from outside between two jobs
-        self._write(self._child or self._start(), line)
+        child = self._child or self._start()
+        self._write(child, line)
+        return child
 
     def _write(self, child: ChildProcess, line: bytes) -> None:
-        if child.process.stdin is None:
-            raise ResourceError("no process can be started")
         try:
-            child.process.stdin.write(line)
-            child.process.stdin.flush()
+            child.input.write(line)
+            child.input.flush()
         except BrokenPipeError:
             self._check_ready(child)
             raise self._failure(child) from None
 
-    def _receive(self) -> dict[str, Any]:
-        child = self._child
-        if child is None:
-            raise ResourceError("no process can be started")
+    def _receive(self, child: ChildProcess) -> dict[str, Any]:
         self._check_ready(child)
         reply: dict[str, Any] = json.loads(self._read(child))
         return reply
 
     def _read(self, child: ChildProcess) -> bytes:
         """The child's next line; raises the error of the job where it has ended."""
-        line = b"" if child.process.stdout is None else child.process.stdout.readline()
+        line = child.output.readline()
         if not line.endswith(b"\n"):
             raise self._failure(child)
         return line

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lowbit.formats.errors import ResourceError
 from lowbit.formats.text import worker as module
 from lowbit.formats.text.child_process import ChildProcess, Library, WorkerError
 from lowbit.formats.text.worker import Worker
@@ -87,7 +88,7 @@ def test_a_process_that_is_killed_as_it_starts_is_replaced(monkeypatch: pytest.M
 def test_an_interrupt_leaves_no_reply_behind(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: Worker) -> dict[str, Any]:
+    def interrupted(*_: object) -> dict[str, Any]:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -123,9 +124,8 @@ def test_an_interrupt_leaves_no_half_line_behind(
 ) -> None:
     def interrupted(self: Worker, line: bytes) -> None:
         assert self._child is not None
-        assert self._child.process.stdin is not None
-        self._child.process.stdin.write(line[:9])
-        self._child.process.stdin.flush()
+        self._child.input.write(line[:9])
+        self._child.input.flush()
         raise KeyboardInterrupt
 
     assert worker.ask(job("old")) == "old"
@@ -151,6 +151,15 @@ def test_the_process_ends_when_its_parent_is_killed(source: str) -> None:
         pid = int(parent.stdout.readline())
         parent.kill()
     assert ends(pid)
+
+
+def test_a_system_that_starts_no_process_is_an_error_with_advice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    with pytest.raises(ResourceError, match="no process can be started: No such file") as caught:
+        Worker().ask(job("a"))
+    assert "ulimit" in (caught.value.hint or "")
 
 
 def test_the_process_inherits_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
