@@ -230,7 +230,7 @@ class Supervisor:
         """Find out which processes answer."""
         while True:
             await asyncio.sleep(BEAT_S)
-            self._ask(self._workers)
+            self._ask(each for each in self._workers if each.ready.is_set())
 
     def _note_counts(self, worker: HttpProcess, counts: list[Counts]) -> None:
         """Add the metrics of a process to those of the others; it has none if it has ended."""
