@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -147,6 +148,7 @@ def repeat_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter._LangPatchScope, "restore", restore_all)
     monkeypatch.setattr(interpreter, "_get_np_dtype", np_dtype)
     share_types(monkeypatch)
+    call_at_once(monkeypatch)
     promote_at_once(monkeypatch)
     convert_at_once(monkeypatch)
     check_at_once(monkeypatch)
@@ -159,6 +161,13 @@ def share_types(monkeypatch: pytest.MonkeyPatch) -> None:
     broadcast = TritonSemantic.broadcast_impl_value
     made: dict[tuple[int, tuple[Any, ...]], dict[str, Any]] = {}  # types of elements live in them
 
+    @cache
+    def sizes_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        each = [core.constexpr(size) for size in shape]
+        return core.constexpr(math.prod(shape)), core.tuple(each)
+
+    scalar_sizes = sizes_of(())
+
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple(getattr(size, "value", size) for size in shape)
         facts = made.get((id(element_ty), sizes))
@@ -166,22 +175,20 @@ def share_types(monkeypatch: pytest.MonkeyPatch) -> None:
             one = object.__new__(core.block_type)
             new_block(one, element_ty, shape)
             facts = made[id(element_ty), sizes] = vars(one)
+            facts["sizes"] = sizes_of(sizes)
         vars(self).update(facts)
-
-    @cache
-    def sizes_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
-        each = [core.constexpr(size) for size in shape]
-        return core.constexpr(math.prod(shape)), core.tuple(each)
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = sizes_of(tuple(type.shape) if type.is_block() else ())
+        self.numel, self.shape = type.sizes if type.is_block() else scalar_sizes
 
     def same(self: Any, other: Any) -> bool:
         return self is other or equal(self, other)
 
     def broadcast_unless_equal(self: Any, lhs: Any, rhs: Any) -> Any:
         a, b = lhs.type, rhs.type
+        if a is b or not (a.is_block() or b.is_block()):
+            return lhs, rhs
         if a.is_block() and b.is_block() and a.shape.values == b.shape.values:
             return lhs, rhs
         return broadcast(self, lhs, rhs)
@@ -190,6 +197,33 @@ def share_types(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core.tensor, "__init__", tensor)
     monkeypatch.setattr(core.dtype, "__eq__", same)
     monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_unless_equal)
+
+
+def call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call what a kernel names without functions between that hand arguments on."""
+    unwrap, semantic = tl.core._unwrap_if_constexpr, interpreter.interpreter_semantic
+    plain = frozenset({tl.tensor, int, type(None)})
+
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = inspect.unwrap(member)
+
+        def call(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return function(*args, **named)
+
+        scope.set_attr(obj, name, call)
+
+    def unwrapped(x: Any) -> Any:
+        return x if type(x) in plain else unwrap(x)
+
+    def handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if data.itemsize > 1:  # one byte fits in any type
+            self.__post_init__()
+
+    monkeypatch.setattr(interpreter, "_patch_attr", patch_attr)
+    monkeypatch.setattr(tl.core, "_unwrap_if_constexpr", unwrapped)
+    monkeypatch.setattr(interpreter.TensorHandle, "__init__", handle)
 
 
 def promote_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +237,11 @@ def promote_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return dtype.name in ("int32", "int64") and type(value) is int and abs(value) < 1 << 31
 
     def checked(self: Any, lhs: Any, rhs: Any, *rules: bool, **named: bool) -> Any:
+        if rules == (True, True) and isinstance(lhs, tl.tensor) and lhs.dtype.is_ptr():
+            if type(rhs) is int and abs(rhs) < 1 << 31:
+                rhs = self.scalar_constant(rhs, dtype=tl.int32)
+            if isinstance(rhs, tl.tensor) and rhs.dtype.is_int():
+                return self.broadcast_impl_value(lhs, rhs)
         if len(rules) <= 2 and not named and isinstance(lhs, tl.tensor):
             if not isinstance(rhs, tl.tensor) and fits(rhs, lhs.dtype):
                 rhs = self.scalar_constant(rhs, dtype=lhs.dtype)
@@ -232,13 +271,18 @@ def convert_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def check_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for integers that overflow in numbers, not by some more operations of a kernel."""
     operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+    of_one = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 
     def check(self: Any, lhs: Any, rhs: Any, operation: Any) -> None:
         kind, name = lhs.type.scalar, operation.__name__
         if kind.int_bitwidth >= 64:
             return
-        found = operations[name](lhs.handle.data, rhs.handle.data, dtype=np.int64)
         least, most = kind.get_int_min_value(), kind.get_int_max_value()
+        if lhs.handle.data.size == rhs.handle.data.size == 1:
+            lone = of_one[name](lhs.handle.data.item(), rhs.handle.data.item())
+            assert least <= lone <= most, f"{kind} overflow detected for operation {name}"
+            return
+        found = operations[name](lhs.handle.data, rhs.handle.data, dtype=np.int64)
         assert least <= found.min(), f"{kind} overflow detected for operation {name}"
         assert found.max() <= most, f"{kind} overflow detected for operation {name}"
 
