@@ -221,7 +221,7 @@ def test_programs_find_each_block_once(
     device: str, counts: list[int], limits: tuple[int, int]
 ) -> None:
     """A program for each block of the sequences taken, and no more than those of `blocks`."""
-    each, B, pasts = 16, 16, [0, 1, 700, 63, 64, *range(11)][: len(counts)]
+    each, B, pasts = 16, max(8, len(counts)), [0, 1, 700, 63, 64, *range(11)][: len(counts)]
     packed = Packed(B, *limits)
     expected, at, pages = [], 0, 0
     for count, past in zip(counts, pasts, strict=True):
