@@ -1,7 +1,6 @@
 """`lowbit-run generate`."""
 
 import os
-import select
 import stat
 import sys
 from dataclasses import asdict, replace
@@ -53,7 +52,7 @@ STDIN = "-"  # as PROMPT: read it from stdin
       lowbit-run qwen3-8b-int4
       lowbit-run qwen3-8b-int4 "Why is the sky blue?"
       lowbit-run qwen3-8b-int4 --json --temperature 0 < prompt.txt
-      lowbit-run qwen3-8b-int4 "Summarize this:" < notes.txt
+      git diff | lowbit-run qwen3-8b-int4 "Review this change:" --stdin
       lowbit-run Qwen/Qwen3-8B --quantize int4 "Why is the sky blue?"
       lowbit-run qwen3-8b-int4 --prompts prompts.jsonl --out answers.jsonl
     """,
@@ -68,6 +67,9 @@ STDIN = "-"  # as PROMPT: read it from stdin
 @talk_options
 @control_option
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without a chat template.")
+@click.option(
+    "--stdin", "after", is_flag=True, help="Text on stdin follows PROMPT after a line feed."
+)
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path),
@@ -103,6 +105,7 @@ def generate(
     *,
     name: str,
     prompt: str | None,
+    after: bool,
     options: "LoadOptions",
     settings: "AnswerSettings",
     prompts: Path | None,
@@ -113,13 +116,14 @@ def generate(
     """Answer PROMPT on stdout as it is made; without PROMPT, begin a chat in a terminal.
 
     MODEL is a folder or a Hub id. Away from a terminal, or where PROMPT is -, the prompt is what
-    stdin holds. Text that is piped in, or redirected from a file, beside PROMPT follows it after a
-    line feed; it is read to its end, so give `< /dev/null` where a pipe stays open. Reasoning
+    stdin holds. With another PROMPT stdin is not read, unless --stdin lets it follow. Reasoning
     before the answer goes to stderr.
     """
     check_command(name)
     check_model(name)
     _check_prompts(prompt, prompts, out, as_json)
+    if after and prompts is not None:
+        raise click.UsageError("--stdin has no effect with --prompts.")
     if options.max_sequences is not None and prompts is None:
         raise click.UsageError("--sequences is for --prompts.")
     _check_images(images, prompts, settings)
@@ -127,14 +131,14 @@ def generate(
         not images
         and prompt is None
         and prompts is None
-        and not (settings.raw or as_json)
+        and not (settings.raw or as_json or after)
         and _in_terminal()
     ):
         _chat(click.get_current_context())
         return
     _check_raw(settings, options)
     if prompts is None:
-        text, shown = _prompt(prompt), _read_images(images)
+        text, shown = _prompt(prompt, after), _read_images(images)
         model = _load(name, options, 1)
         _note_vision(model, bool(images))
         _answer(model, text, shown, settings, as_json)
@@ -241,31 +245,49 @@ def _check_raw(settings: "AnswerSettings", options: "LoadOptions") -> None:
         raise click.UsageError("--raw takes every text as it is, without --allow-control-tokens.")
 
 
-def _prompt(prompt: str | None) -> str:
-    """The prompt, from stdin where it was left out or is `-`; else followed by what stdin holds."""
+def _prompt(prompt: str | None, after: bool) -> str:
+    """The prompt, from stdin where it was left out or is `-`.
+
+    Args:
+        after: text on stdin follows PROMPT. It has to be asked for: commands inherit the stdin of a
+            script, whose rest it may be, or a pipe that nobody ever closes.
+    """
     if prompt is None and sys.stdin.isatty():
         raise click.UsageError("Missing argument 'PROMPT' (or pipe it in).")
     if prompt in (None, STDIN):
         prompt = _read_stdin()
-    elif prompt.strip() and _holds_text():
-        if sys.platform != "win32" and not select.select([sys.stdin], [], [], 0)[0]:
-            note("reading stdin to its end, which follows PROMPT; `< /dev/null` leaves it out")
+    elif after:
         text = _read_stdin()
         prompt = f"{prompt}\n{text}" if text.strip() else prompt
         check_length(len(prompt.encode()), MAX_PROMPT_BYTES)
+    elif _text_waits():
+        note("stdin holds text that is not read; with --stdin it follows PROMPT")
     if not prompt.strip():
         hint = "give PROMPT, or pipe one in; without one, a chat begins in a terminal"
         raise RequestError("the prompt is empty", hint=hint)
     return prompt
 
 
-def _holds_text() -> bool:
-    """True if stdin is a pipe or a file; a terminal, /dev/null or a closed one is not read."""
+def _text_waits() -> bool:
+    """True if stdin is a file or a pipe in which something waits, none of which is read."""
     try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
+        descriptor = sys.stdin.fileno()
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode):
+            return found.st_size > os.lseek(descriptor, 0, os.SEEK_CUR)
+        return stat.S_ISFIFO(found.st_mode) and _waiting(descriptor) > 0
     except (AttributeError, OSError, ValueError):  # None, closed, or no file at all
         return False
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _waiting(pipe: int) -> int:
+    """Bytes that wait in a pipe; none where the system does not tell."""
+    if sys.platform == "win32":
+        return 0
+    import fcntl
+    import termios
+
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def _read_stdin() -> str:

@@ -74,8 +74,13 @@ def test_the_prompt_may_come_from_stdin(run: Run) -> None:
     ids=["text", "empty", "blank"],
 )
 @pytest.mark.parametrize("kind", ["pipe", "file"])
-def test_text_on_stdin_follows_the_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, text: str, whole: str
+def test_text_on_stdin_follows_the_prompt_where_it_shall(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    text: str,
+    whole: str,
 ) -> None:
     if kind == "file":
         (tmp_path / "stdin").write_text(text)
@@ -87,42 +92,45 @@ def test_text_on_stdin_follows_the_prompt(
         given = os.fdopen(reader)
     with given:
         monkeypatch.setattr("sys.stdin", given)
-        assert _prompt("Once") == whole
+        assert _prompt("Once", after=False) == "Once"
+        assert ("stdin holds text" in capsys.readouterr().err) == bool(text)
+        assert _prompt("Once", after=True) == whole
+    assert not capsys.readouterr().err
 
 
-def test_waiting_for_a_pipe_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = os.pipe()
-    said: list[str] = []
-
-    def write_once_told(text: str) -> None:
-        said.append(text)
-        os.write(writer, b"upon")
-        os.close(writer)
-
-    monkeypatch.setattr("lowbit.runtime.cli.generate.note", write_once_told)
-    with os.fdopen(reader) as given:
-        monkeypatch.setattr("sys.stdin", given)
-        assert _prompt("Once") == "Once\nupon"
-    assert len(said) == 1
-    assert "/dev/null" in said[0]
-
-
-@pytest.mark.parametrize("kind", ["null", "closed", "none", "socket"])
-def test_what_holds_no_text_is_not_read_beside_a_prompt(
-    monkeypatch: pytest.MonkeyPatch, kind: str
+@pytest.mark.parametrize("kind", ["null", "closed", "none", "socket", "pipe"])
+def test_no_prompt_waits_for_what_nobody_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
+    """A script or an agent may leave a pipe or a socket open, and say nothing over it."""
     with ExitStack() as opened:
         given: Any = None
         if kind in ("null", "closed"):
             given = opened.enter_context(Path(os.devnull).open())
             if kind == "closed":
                 given.close()
-        elif kind == "socket":  # one that stays open and says nothing would block
+        elif kind == "socket":
             ours, theirs = (opened.enter_context(end) for end in socket.socketpair())
             given = opened.enter_context(ours.makefile("r"))
             assert theirs.fileno() > 0
+        elif kind == "pipe":
+            reader, writer = os.pipe()
+            given = opened.enter_context(os.fdopen(reader))
+            opened.enter_context(os.fdopen(writer, "wb"))
         monkeypatch.setattr("sys.stdin", given)
-        assert _prompt("Once") == "Once"
+        assert _prompt("Once", after=False) == "Once"
+        assert not capsys.readouterr().err
+
+
+def test_stdin_is_for_one_prompt(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}')
+    made = run(BUNDLED, "--prompts", str(tmp_path / "p.jsonl"), "--stdin")
+    assert made.exit_code == 2
+    assert "--stdin has no effect with --prompts" in made.stderr
+    whole = run(BUNDLED, "Once", "--stdin", "--max-new-tokens", "1", "--json", stdin="upon\n")
+    both = run(BUNDLED, "Once\nupon", "--max-new-tokens", "1", "--json")
+    ids = [json.loads(each.stdout)["prompt_token_ids"] for each in (whole, both)]
+    assert ids[0] == ids[1]
 
 
 def test_system_thinking_and_stop_reach_the_model(run: Run) -> None:
