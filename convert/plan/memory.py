@@ -212,7 +212,7 @@ def _placed(ram: int, work: int, window: int, device: str) -> Memory:
     return Memory(ram + work, 0, window) if device == "cpu" else Memory(ram, work, window)
 
 
-def _solving(N: int, K: int, batches: int, device: str) -> int:
+def _solve_bytes(N: int, K: int, batches: int, device: str) -> int:
     """Bytes of the moments of an input [tokens, K], and of the codes of all [N, K] that read it."""
     products = max(1, PRODUCTS_BYTES // (8 * K**2)) if device == "cpu" else 1
     squares = (SQUARES + 2 * min(products, batches)) * 4 * K**2
@@ -237,7 +237,7 @@ def calibration_memory(
     work = largest * (WEIGHT_BYTES + AUTOROUND_BYTES * method.autoround)
     work += min(batches, workers) * batch * (4 * widest + 8 * shapes.hidden) * 4
     if method.codes == "gptq":
-        work += max((_solving(N, K, batches, device) for N, K in shapes.together), default=0)
+        work += max((_solve_bytes(N, K, batches, device) for N, K in shapes.together), default=0)
     # Sets of hidden states: the original's, the quantized model's, and both before the experts.
     sets = 1 if method.from_original else 4 if shapes.routed else 2
     window = sets * 4 * windows.length * shapes.hidden * 5 // 4

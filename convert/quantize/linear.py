@@ -139,7 +139,7 @@ class LinearQuantizer:
         Args:
             weights: [N, K] float32 by name.
             schemes: by name, of these linears and maybe of others.
-            held: moments on windows held out; None where there are none.
+            heldout: moments on windows held out; None where there are none.
         """
         with fine_products(self.device):
             factor = None

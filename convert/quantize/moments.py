@@ -45,7 +45,7 @@ class Moments:
         return H
 
     def error(self, w: Tensor, rounded: Tensor) -> float:
-        """Mean square of the output's error, less a constant that does not depend on `found`.
+        """Mean square of the output's error, less a constant that does not depend on `rounded`.
 
         Args:
             w: [N, K] float32, the original's weights.

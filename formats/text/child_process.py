@@ -107,7 +107,7 @@ class ChildProcess:
 def failure_of(error: Exception, library: Library, retried: bool) -> Exception | None:
     """The error of a job that has failed; None where it is to be done once more.
 
-    A child that was killed or stopped from outside, ready or not, was not by its job.
+    A job is not at fault where something else has killed or stopped its child, ready or not.
 
     Args:
         retried: the job has been done once more already.
