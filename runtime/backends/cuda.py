@@ -37,6 +37,7 @@ from lowbit.runtime.kernels.linear.gemm_int8 import gemm_int8
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_and_rows
 from lowbit.runtime.kernels.linear.mma_int8 import mma_int8
 from lowbit.runtime.kernels.linear.remainders import with_remainders
+from lowbit.runtime.kernels.linear.stream_int8 import stream_int8
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, tiled
 from lowbit.runtime.kernels.linear.widen import widened_gemm
 from lowbit.runtime.kernels.rows import embed as embed
@@ -152,6 +153,10 @@ def product(
     if isinstance(w, TiledLinear):
         if way in ("gemv", "wgmma"):
             return gemv(x, w, variant, norm, squares, eps, added, dtype)
+        if way == "stream":
+            return stream_int8(
+                x, w, variant.stream, norm=norm, squares=squares, eps=eps, added=added, dtype=dtype
+            )
         if way == "int8":
             return gemm_int8(
                 x, w, variant.int8, norm=norm, squares=squares, eps=eps, added=added, dtype=dtype
@@ -175,6 +180,8 @@ def _head_product(x: Tensor, w: TiledLinear, norm: Tensor, eps: float) -> Tensor
     if variant.way == "gemv":
         y = gemv(both, w, variant, dtype=torch.float32)
         return y[::2] + y[1::2]
+    if variant.way == "stream":
+        return stream_int8(both, w, variant.stream, dtype=torch.float32)
     if variant.way == "int8":
         return gemm_int8(both, w, variant.int8, dtype=torch.float32)
     return mma_int8(both, w, dtype=torch.float32)

@@ -17,6 +17,7 @@ from lowbit.runtime.kernels.launch.linear import (
     gemv_launch,
     wgmma_launch,
 )
+from lowbit.runtime.kernels.launch.stream import StreamLaunch, stream_launch
 from lowbit.runtime.kernels.linear.program import Packed, int8_bytes, places_bytes, places_of
 from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear
 from lowbit.runtime.thresholds import (
@@ -31,6 +32,9 @@ from lowbit.runtime.weights.linear import DenseLinear
 
 Size = tuple[int, int, int, bool]  # bits, tiles, steps, paired
 WGMMA_BITS = (4, 8)  # of codes that `gemm_int8` multiplies
+# Tokens from which Hopper rounds x before a product, of STREAM_K columns and more, and of all: with
+# fewer each program of `gemv_int8` rounds them sooner for itself.
+STREAM_TOKENS, STREAM_K, STREAM_ALL = 3, 4096, 5
 GEMM_K = 128  # columns of a step of `gemm`, which takes no weight of one step
 
 
@@ -38,14 +42,14 @@ GEMM_K = 128  # columns of a step of `gemm`, which takes no weight of one step
 class Variant:
     """A way to multiply tokens by a weight."""
 
-    # kernel: `gemv` and `wgmma` multiply packed codes, `int8` and `mma` too, by x in eight bits;
-    # `gemm` widens them in registers, `widened` in memory, for cuBLAS; `rows` and `cublas` multiply
-    # dense rows
-    way: Literal["gemv", "wgmma", "gemm", "int8", "mma", "widened", "rows", "cublas"]
+    # kernel: `gemv` and `wgmma` multiply packed codes; `gemv`, `stream`, `int8` and `mma` by x
+    # in eight bits; `gemm` widens codes in registers, `widened` in memory, for cuBLAS; `rows` and
+    # `cublas` multiply dense rows
+    way: Literal["gemv", "wgmma", "gemm", "stream", "int8", "mma", "widened", "rows", "cublas"]
     most: int  # tokens of a launch, of which more tokens take several
     room: int = 0  # power of two of tokens that the launch of a packed weight has room for
-    # share of a program of `gemv`, `wgmma` or `int8`
-    launch: GemvLaunch | WgmmaLaunch | Int8Launch | None = None
+    # share of a program of `gemv`, `wgmma`, `stream` or `int8`
+    launch: GemvLaunch | WgmmaLaunch | StreamLaunch | Int8Launch | None = None
     parts: int = 1  # into which these divide K
     staged: bool = False  # programs of `gemv` turn x into digits; else a kernel before does
 
@@ -54,6 +58,13 @@ class Variant:
         """The launch of `gemm_int8`."""
         if not isinstance(self.launch, Int8Launch):
             raise TypeError(f"{self.way} has no launch of a product in eight bits")
+        return self.launch
+
+    @property
+    def stream(self) -> StreamLaunch:
+        """The launch of `stream_int8`."""
+        if not isinstance(self.launch, StreamLaunch):
+            raise TypeError(f"{self.way} has no launch of a product of few tokens in eight bits")
         return self.launch
 
     @property
@@ -145,6 +156,13 @@ def int8_variant(
     """
     bits, tiles, steps, paired = size
     tokens, normed = asked
+    by_wgmma = whole and card.is_hopper and bits in WGMMA_BITS
+    group, row_steps = activation_group(W.G, W.K), -(-W.K // STEP_K)
+    long = W.K >= STREAM_K and tokens >= STREAM_TOKENS
+    if by_wgmma and (long or tokens >= STREAM_ALL):
+        few = stream_launch(bits, tiles, row_steps, group, tokens, card.multiprocessors)
+        if few is not None:
+            return Variant("stream", tokens, launch=few)
     room = power_of_two(min(tokens, INT8_GEMV_TOKENS))
     while room > 0 and (tokens <= INT8_GEMV_TOKENS or not whole):
         one = gemv_launch(bits, tiles, steps, 1, paired, tuned, card.multiprocessors)
@@ -158,11 +176,9 @@ def int8_variant(
             f"rows of {W.K} columns have no GPU kernel with activations in eight bits",
             hint="use --activations exact",
         )
-    if card.is_hopper and bits in WGMMA_BITS:
-        group, fp32_scales = activation_group(W.G, W.K), W.SCALES == "fp32"
-        count = card.multiprocessors
-        sizes = bits, tiles * TILE, -(-W.K // STEP_K), group, fp32_scales
-        own = int8_launch(*sizes, tokens, count)
+    if by_wgmma:
+        sizes = bits, tiles * TILE, row_steps, group, W.SCALES == "fp32"
+        own = int8_launch(*sizes, tokens, card.multiprocessors)
         if own is not None:
             return Variant("int8", tokens, launch=own)
     return Variant("mma", tokens)

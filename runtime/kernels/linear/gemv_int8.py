@@ -27,6 +27,7 @@ from lowbit.runtime.kernels.launch.device import card_of, run
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.linear.gemv_int8_store import load_added, result_of, store_round
 from lowbit.runtime.kernels.linear.gemv_several import leave_factors
+from lowbit.runtime.kernels.linear.int8_steps import bounds_of_rows
 from lowbit.runtime.kernels.linear.norm import load_gains, norm_factor, total_of
 from lowbit.runtime.kernels.linear.products import load_steps, tile_addresses
 from lowbit.runtime.kernels.linear.program import (
@@ -38,11 +39,7 @@ from lowbit.runtime.kernels.linear.program import (
     wide,
 )
 from lowbit.runtime.kernels.linear.quantize import leave_bounds, stage_codes, staged_bound
-from lowbit.runtime.kernels.linear.sums import (
-    centre_of,
-    row_bounds,
-    term_of,
-)
+from lowbit.runtime.kernels.linear.sums import centre_of, term_of
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.linear.unpack import product_codes
 from lowbit.runtime.kernels.ptx.memory import (
@@ -152,7 +149,7 @@ def gemv_int8_kernel(
     first_tile = gl.program_id(0) * (ROUNDS * WARP_GROUPS * TILES)
     own_tile = first_tile + warp // PARTS * TILES
     at = tile_addresses(words_ptr, scales_ptr, own_tile, tiles, part, lane, TILES, W)
-    rows = _bounds_of_rows(bounds_ptr, own_tile, tiles, lane, TILES)
+    rows = bounds_of_rows(bounds_ptr, own_tile, tiles, lane, TILES)
     loaded = load_steps(at, part, 0, AHEAD, PARTS, W)
     gains = load_gains(gain_ptr, warp, lane, gain_turns(X.BLOCKS, X.TOKENS, WARPS), WARPS, X)
     if PLAN.PDL:
@@ -181,7 +178,7 @@ def gemv_int8_kernel(
         for turn in range(ROUNDS - 1):
             own_tile += WARP_GROUPS * TILES
             next_at = tile_addresses(words_ptr, scales_ptr, own_tile, tiles, part, lane, TILES, W)
-            next_rows = _bounds_of_rows(bounds_ptr, own_tile, tiles, lane, TILES)
+            next_rows = bounds_of_rows(bounds_ptr, own_tile, tiles, lane, TILES)
             sums = buffer + X.END + turn % 2 * PLAN.ROUND
             loaded = _multiply_round(
                 loaded, at, next_at, rows, bounds, buffer, sums, warp, lane, True, PLAN
@@ -260,20 +257,10 @@ def _first_token(lane, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def _bounds_of_rows(bounds_ptr, first_tile, tiles, lane, COUNT: gl.constexpr):
-    """Bounds of the lane's rows of COUNT tiles."""
-    found = ()
-    for r in gl.static_range(COUNT):
-        tile = gl.minimum(first_tile + r, tiles - 1)
-        found = found + (row_bounds(bounds_ptr, tile, lane),)
-    return found
-
-
-@gluon.jit
 def _centres(rows, bounds, W: gl.constexpr, X: gl.constexpr):
     """Starts of sums: of each tile the lane's row g of its one or two tokens, then row g + 8.
 
-    rows: of `_bounds_of_rows`. bounds: of a lone token its bound, of several the address of the
+    rows: of `bounds_of_rows`. bounds: of a lone token its bound, of several the address of the
         bounds of the lane's two.
     """
     tokens = (bounds,)

@@ -26,28 +26,26 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowbit.formats.activations import activation_group
 from lowbit.runtime.kernels.launch.device import card_of, power_of_two, run
 from lowbit.runtime.kernels.linear.gemm_store import store_block
+from lowbit.runtime.kernels.linear.int8_steps import (
+    bounds_of_rows,
+    centres_of_tiles,
+    multiply_step,
+)
 from lowbit.runtime.kernels.linear.products import raw_scales, tile_addresses
 from lowbit.runtime.kernels.linear.program import STEP_K, Blocks, Packed, token_blocks, wide
 from lowbit.runtime.kernels.linear.quantize import bound_pair, factor_pair, quantize
-from lowbit.runtime.kernels.linear.sums import centre_of, row_bounds, term_of
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
-from lowbit.runtime.kernels.linear.unpack import product_codes
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     commit_copies,
     copy16,
     load8,
     load16,
-    load_matrices,
-    load_shared8,
     shared_memory,
     wait_copies,
 )
 from lowbit.runtime.kernels.ptx.mma import (
-    as_float,
-    integer_mma,
     threads,
-    unpacked_scales,
 )
 
 STAGES = 4  # of `MmaPlan`
@@ -183,7 +181,7 @@ def _mma_int8_kernel(
             buffer + before * X.SIZE, x, zero + step + (STAGES - 1), blocks, warp * 32 + lane, PLAN
         )
         now = loaded[0]  # type: ignore[misc]
-        acc = _multiply_step(acc, now, buffer + slot * X.SIZE, first_token, lane, PLAN)
+        acc = multiply_step(acc, now, buffer + slot * X.SIZE, first_token, lane, TOKENS, W, X)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
         ready = ()
         for i in gl.static_range(1, AHEAD):
@@ -211,25 +209,18 @@ def _mma_int8_kernel(
 
 @gluon.jit
 def _centres(ptrs, blocks, first_row, first_tile, tiles, lane, PLAN: gl.constexpr):
-    """Starts of a warp's sums, of each tile those of 8 tokens after the other.
+    """Starts of a warp's sums; see `centres_of_tiles`.
 
     ptrs: to x and to the bounds of the weight's rows. first_row: of the warp's tokens.
     """
     x_ptr, bounds_ptr = ptrs
     X: gl.constexpr = PLAN.X
     TILES: gl.constexpr = PLAN.TILES
-    NT: gl.constexpr = X.TOKENS // PLAN.BESIDE // 8
     tokens = ()
-    for nt in gl.static_range(NT):
+    for nt in gl.static_range(X.TOKENS // PLAN.BESIDE // 8):
         tokens = tokens + (bound_pair(x_ptr, blocks, first_row + nt * 8 + lane % 4 * 2, X),)
-    found = ()
-    for r in gl.static_range(TILES):
-        rows = row_bounds(bounds_ptr, gl.minimum(first_tile + r, tiles - 1), lane)
-        for nt in gl.static_range(NT):
-            for i in gl.static_range(4):
-                row = rows[i // 2] * (1 / PLAN.W.CODEC.FACTOR)
-                found = found + (centre_of(row, tokens[nt][i % 2]),)
-    return found
+    rows = bounds_of_rows(bounds_ptr, first_tile, tiles, lane, TILES)
+    return centres_of_tiles(rows, tokens, PLAN.W.CODEC.FACTOR)
 
 
 @gluon.jit
@@ -273,55 +264,3 @@ def _load_step(at, step, W: gl.constexpr, X: gl.constexpr):
             own = gl.minimum((step * STEP_K + group * X.GROUP) // W.G, W.GROUPS - 1)
             raw = raw + (raw_scales(scales[r] + own.to(gl.int64) * GROUP_BYTES, 0, SCALES),)
     return loaded, raw
-
-
-@gluon.jit
-def _multiply_step(acc, loaded, x, first_token, lane, PLAN: gl.constexpr):
-    """Sums with a step of 128 k; x: address of the block's step in shared memory."""
-    words, raw = loaded
-    X: gl.constexpr = PLAN.X
-    CODEC: gl.constexpr = PLAN.W.CODEC
-    SCALES: gl.constexpr = PLAN.W.SCALES
-    TILES: gl.constexpr = PLAN.TILES
-    GROUPS: gl.constexpr = STEP_K // X.GROUP
-    GROUP_Q: gl.constexpr = X.GROUP // 32
-    NT: gl.constexpr = X.TOKENS // PLAN.BESIDE // 8
-    codes = ()
-    for r in gl.static_range(TILES):
-        for q in gl.static_range(4):
-            codes = codes + (product_codes(words[r], q, CODEC),)
-    # A matrix is 8 tokens and 16 bytes of each, whose addresses are those of 8 lanes.
-    row = x + (first_token + lane % 8) * STEP_K
-    first = row + ((lane // 8) ^ (lane % 8)) * 16
-    second = row + ((lane // 8 + 4) ^ (lane % 8)) * 16
-    scales_at = x + X.SCALES + (first_token + lane % 4 * 2) * 4
-    zero = lane * 0
-    added = ()
-    for nt in gl.static_range(NT):
-        columns = load_matrices(first, nt * 8 * STEP_K) + load_matrices(second, nt * 8 * STEP_K)
-        found = ()
-        for group in gl.static_range(GROUPS):
-            pair = load_shared8(scales_at, (group * X.TOKENS + nt * 8) * 4)
-            for r in gl.static_range(TILES):
-                d = (zero, zero, zero, zero)
-                for i in gl.static_range(GROUP_Q):
-                    a = codes[r * 4 + group * GROUP_Q + i]
-                    b0 = columns[2 * (group * GROUP_Q + i)]
-                    b1 = columns[2 * (group * GROUP_Q + i) + 1]
-                    d = integer_mma(d, a[0], a[1], a[2], a[3], b0, b1)
-                scale = unpacked_scales(raw[r * GROUPS + group], SCALES)
-                for i in gl.static_range(4):
-                    if group == 0:
-                        before = acc[(r * NT + nt) * 4 + i]
-                    else:
-                        before = found[((group - 1) * TILES + r) * 4 + i]
-                    term = term_of(d[i], scale[i // 2])
-                    found = found + (gl.fma(term, as_float(pair[i % 2]), before),)
-        for i in gl.static_range(4 * TILES):
-            added = added + (found[(GROUPS - 1) * TILES * 4 + i],)
-    sums = ()
-    for r in gl.static_range(TILES):
-        for nt in gl.static_range(NT):
-            for i in gl.static_range(4):
-                sums = sums + (added[(nt * TILES + r) * 4 + i],)
-    return sums

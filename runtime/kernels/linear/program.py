@@ -82,7 +82,8 @@ class Blocks:
     """Places of x in eight bits in global memory: sizes and offsets in bytes.
 
     For each step of 128 columns every block of TOKENS tokens has SIZE bytes; then come the factors
-    of all rows (`quantize`). Rows are padded to whole blocks, columns to whole steps.
+    of all rows and their bounds (`quantize`). Rows are padded to whole blocks, columns to whole
+    steps.
     """
 
     K: int  # elements of a token
@@ -92,14 +93,18 @@ class Blocks:
     SCALES: int  # to a step's scales, for each of its groups those of all tokens
     SIZE: int  # of a block's step
     BLOCKS: int  # of 256 elements of a token, whose squares are summed
+    BOUNDS: int  # of a row, the largest of which counts: programs that each take some of its blocks
 
 
 @cache
-def token_blocks(K: int, group: int, tokens: int) -> Blocks:
-    """Places of x in eight bits for blocks of so many tokens; group: of `activation_group`."""
+def token_blocks(K: int, group: int, tokens: int, bounds: int = 1) -> Blocks:
+    """Places of x in eight bits for blocks of so many tokens; group: of `activation_group`.
+
+    bounds: programs that share a row; one where it is normed.
+    """
     scales = tokens * STEP_K.value
     size = scales + STEP_K.value // group * tokens * 4
-    return Blocks(K, group, tokens, -(-K // STEP_K.value), scales, size, blocks_of(K))
+    return Blocks(K, group, tokens, -(-K // STEP_K.value), scales, size, blocks_of(K), bounds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

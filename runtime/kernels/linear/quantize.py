@@ -7,14 +7,14 @@ A group with NaN or an infinity has scale NaN (`formats.activations`).
 Layout  x [M, K] bf16 -> for every step of 128 k and block of T tokens (`Blocks`): T rows of 128
         bytes in wgmma's swizzle, k in the order of the codes (`tiles`); then the scales, for each
         group of the step those of all T tokens. Behind the last step the factor of each token's
-        norm, then each token's bound. Rows of padding repeat the last token,
+        norm, then each token's bound, or those of its parts. Rows of padding repeat the last token,
         columns past K are zeros
 Fused   x times the gain of an RMS norm, rounded to BF16; or norms of its heads
 Bytes   2*M*K read, M*K + 4*M*K/GROUP written
-Plan    a token is one program. A warp takes blocks of 256 elements, a chunk of 8 a lane, as
-        `digits` does. Neighbouring lanes exchange words, so that each
-        stores 8 bytes side by side. Codes, scales and factors have the same bits as those that
-        programs of a GEMV make
+Plan    a token is one program, or several where it is long and there are few. A warp takes blocks
+        of 256 elements, a chunk of 8 a lane, as `digits` does. Neighbouring lanes exchange words,
+        so that each stores 8 bytes side by side. Codes, scales and factors have the same bits as
+        those that programs of a GEMV make
 """
 
 import torch
@@ -267,16 +267,20 @@ def _quantize_kernel(
     SUBBYTE: gl.constexpr, TURNS: gl.constexpr, WARPS: gl.constexpr, X: gl.constexpr,
     SHARED: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """TURNS: blocks of 256 elements that a warp takes; HEAD: elements of a factor, or 0."""
+    """TURNS: blocks of 256 elements that a warp takes; HEAD: elements of a factor, or 0.
+
+    Programs of the second axis share a row, and each leaves a bound of its own.
+    """
     NORM: gl.constexpr = gain_ptr is not None
     if PDL and EARLY:
         gdc_launch_dependents()
     warp, lane, zero, zero_f32 = threads(WARPS)
+    first = warp + gl.program_id(1) * (TURNS * WARPS)
     row = gl.program_id(0)
     token = gl.minimum(row, M - 1)
     gains = ()
     for turn in gl.static_range(TURNS if NORM else 0):
-        chunk = gl.minimum((warp + turn * WARPS) * 32 + lane, X.K // 8 - 1).to(gl.int64)
+        chunk = gl.minimum((first + turn * WARPS) * 32 + lane, X.K // 8 - 1).to(gl.int64)
         gains = gains + (chunk_gains(gain_ptr, chunk),)
     if PDL:
         gdc_wait()
@@ -286,7 +290,7 @@ def _quantize_kernel(
     loaded = ()
     squares = ()
     for turn in gl.static_range(TURNS):
-        chunk = gl.minimum((warp + turn * WARPS) * 32 + lane, X.K // 8 - 1)
+        chunk = gl.minimum((first + turn * WARPS) * 32 + lane, X.K // 8 - 1)
         loaded = loaded + (load16(x + chunk.to(gl.int64) * 16),)
         if HEAD > 0:
             at = token.to(gl.int64) * (X.K // HEAD * 16) + (chunk // (HEAD // 8) * 16).to(gl.int64)
@@ -297,7 +301,7 @@ def _quantize_kernel(
         bounds += X.BLOCKS * SQUARES_BYTES
     largest_bound = zero
     for turn in gl.static_range(TURNS):
-        block = warp + turn * WARPS
+        block = first + turn * WARPS
         chunk = block * 32 + lane
         w = words_where(chunk < X.K // 8, loaded[turn])
         if NORM:
@@ -314,7 +318,8 @@ def _quantize_kernel(
     store_shared4(bounds + warp * 4, as_float(largest(largest_bound)), lane == 0)
     barrier()
     own = as_word(load_shared4(bounds + gl.minimum(lane, WARPS - 1) * 4))
-    at = bound_at(out_ptr, blocks, row + zero, X)
+    rows = blocks * X.TOKENS
+    at = bound_at(out_ptr, blocks, row + gl.program_id(1) * rows + zero, X)
     gl.store(at, largest(own), mask=(warp == 0) & (lane == 0))
     if NORM:
         factor = norm_factor(total_of(buffer, lane, zero_f32, X), eps, X.K)
@@ -382,7 +387,12 @@ def bound_at(out_ptr, blocks, row, X: gl.constexpr):
 @gluon.jit
 def bound_pair(out_ptr, blocks, row, X: gl.constexpr):
     """Bounds of a row with an even number and of the next one."""
-    pair = load8(bound_at(out_ptr, blocks, row, X).to(gl.int64, bitcast=True))
+    BOUNDS: gl.constexpr = X.BOUNDS
+    at = bound_at(out_ptr, blocks, row, X)
+    pair = load8(at.to(gl.int64, bitcast=True))
+    for part in gl.static_range(1, BOUNDS):
+        other = load8((at + part * (blocks * X.TOKENS)).to(gl.int64, bitcast=True))
+        pair = gl.maximum(pair[0], other[0]), gl.maximum(pair[1], other[1])
     return as_float(pair[0]), as_float(pair[1])
 
 
@@ -416,14 +426,16 @@ def quantize(
     M, K = x.shape
     blocks = -(-M // places.TOKENS)
     rows = blocks * places.TOKENS
-    size = blocks * places.STEPS * places.SIZE // 4 + 2 * rows
+    size = blocks * places.STEPS * places.SIZE // 4 + (1 + places.BOUNDS) * rows
     out = torch.empty(size, dtype=torch.int32, device=x.device)
+    if norm is not None and places.BOUNDS > 1:
+        raise ValueError("programs that share a row do not norm it")
     warps = min(MOST_WARPS, power_of_two(places.BLOCKS))
     shared = 4 * warps + (places.BLOCKS * SQUARES_BYTES.value if norm is not None else 0)
     pdl = programmatic_launch(x)
     run(
         _quantize_kernel,
-        (rows,),
+        (rows, places.BOUNDS),
         x,
         norm,
         squares,
@@ -433,7 +445,7 @@ def quantize(
         eps,
         HEAD=0 if squares is None else K // squares.shape[1],
         SUBBYTE=CODECS[bits].SUBBYTE,
-        TURNS=-(-places.BLOCKS // warps),
+        TURNS=-(-places.BLOCKS // (warps * places.BOUNDS)),
         WARPS=warps,
         X=places,
         SHARED=declaration(shared),

@@ -44,6 +44,20 @@ def load_shared16(address, OFFSET: gl.constexpr = 0):
 
 
 @gluon.jit
+def load_shared16_if(address, wanted, OFFSET: gl.constexpr = 0):
+    """`load_shared16` in lanes where `wanted` holds, anything in the others."""
+    return gl.inline_asm_elementwise(
+        f"""{{
+        .reg .pred p;
+        setp.ne.s32 p, $5, 0;
+        @p ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {OFFSET}];
+        }}""",
+        "=r,=r,=r,=r,r,r", [address, wanted.to(gl.int32)],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def load_matrices(address, OFFSET: gl.constexpr = 0):
     """Four 8 x 8 matrices of 16 bits from shared memory, a word of each to every lane.
 

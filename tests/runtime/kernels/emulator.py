@@ -414,6 +414,10 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         matrices = words.reshape(*words.shape[:-2], 4, 32)
         return tuple(lanes(np.ascontiguousarray(matrices[..., i, :])) for i in range(4))
 
+    def load_shared16_if(address: Any, wanted: Any, OFFSET: int = 0) -> tuple[Lanes, ...]:
+        words = loads(4, True)(address, OFFSET)
+        return tuple(lanes(np.where(wanted, word, INT(ANYTHING))) for word in words)
+
     def shared_buffer(declared: str) -> Lanes:
         size = re.search(r"staged\[(\d+)\]", declared)
         assert size is not None
@@ -444,6 +448,7 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "recomputed": lambda x: x,
         "threads": lambda warps: threads(programs, warps),
         "load_matrices": load_matrices,
+        "load_shared16_if": load_shared16_if,
         "turned": turned,
         "mma": mma,
         "integer_mma": integer_mma,

@@ -91,7 +91,11 @@ def test_launches_of_rounded_inputs_fit(capability: tuple[int, int]) -> None:
                 assert found.most == found.room >= tokens
             assert found.way == "gemv" or tokens > 1
         hopper = card.is_hopper and bits in WGMMA_BITS
-        assert choose(w, 9, card).way == ("int8" if hopper else "mma")
+        for tokens, others in ((3, "gemv"), (9, "int8"), (33, "int8")):
+            found = choose(w, tokens, card)
+            room = (tokens == 3 and 4096 <= K <= 20480) or (tokens == 9 and K <= 8192)
+            assert hopper or found.way in ({"gemv", "mma"} if tokens == 3 else {"mma"})
+            assert not hopper or found.way in ({"stream"} if room else {"stream", others})
     odd = replace(tiled(40, 25600, 8), activations="int8")
     assert choose(odd, 9, card).way == "gemv"
     with pytest.raises(UnsupportedModelError, match="256000 columns have no GPU kernel"):

@@ -70,6 +70,19 @@ def test_codes_and_scales(randn: Randn, M: int, K: int, group: int, tokens: int,
     check(x, quantize(x, bits, token_blocks(K, group, tokens)), bits, group, tokens)
 
 
+@pytest.mark.parametrize(("K", "programs"), [(4160, 2), (10240, 3), (12544, 4)])
+def test_programs_that_share_a_row_leave_a_bound_each(randn: Randn, K: int, programs: int) -> None:
+    x = randn(3, K) * torch.logspace(-6, 6, 3).to(randn(1))[:, None]
+    x[0, K // 2 :], x[1, :4096], x[2, 7] = 0, 0, torch.nan
+    made = quantize(x, 4, token_blocks(K, 128, 8, programs))
+    whole = quantize(x, 4, token_blocks(K, 128, 8))
+    bounds = made[len(whole) - 8 :].view(programs, 8)
+    assert not torch.equal(bounds[0], bounds.amax(0))
+    check(x, torch.cat((made[: len(whole) - 8], bounds.amax(0))), 4, 128, 8)
+    with pytest.raises(ValueError, match="do not norm"):
+        quantize(x, 4, token_blocks(K, 128, 8, programs), norm=x[0])
+
+
 @pytest.mark.parametrize("K", [768, 4160])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_norms(randn: Randn, dtype: torch.dtype, K: int) -> None:
