@@ -58,7 +58,7 @@ DAY_S = 86_400.0
 MOST_QUEUE = 65_536
 MOST_HTTP_WORKERS = 64
 LIBRARIES = ("fastapi", "httptools", "msgspec", "prometheus_client", "uvicorn")
-FASTER_ROUNDED = 16  # answers together, beyond which linears with rounded inputs are faster
+FASTER_ROUNDED = 4  # answers together from which linears with rounded inputs are faster
 
 
 @click.command(
@@ -345,13 +345,13 @@ def load_noted(name: str, options: "LoadOptions", ahead: bool = False) -> "Model
 def _note_rounding(model: "Model") -> None:
     """Point to --activations int8 on stderr where its linears are faster."""
     exact = model.options.activations == "exact" and model.opened.packs_layers
-    if not exact or model.device == "cpu" or model.cache.sequences <= FASTER_ROUNDED:
+    if not exact or model.device == "cpu" or model.cache.sequences < FASTER_ROUNDED:
         return
     from lowbit.runtime.kernels.launch.device import card_of  # needs triton
 
     if card_of(model.engine.runner.tables).is_hopper:
         note(
-            f"linears of more than {FASTER_ROUNDED} answers at a time, and of long prompts, are "
+            f"linears of {FASTER_ROUNDED} answers and more at a time, and of long prompts, are "
             "faster on this GPU with --activations int8, which rounds their inputs"
         )
 
