@@ -90,7 +90,7 @@ def test_windows_has_one_http_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, True),
         ({"activations": "int8"}, False),
         ({"packed": False}, False),
-        ({"sequences": 16}, False),
+        ({"sequences": 3}, False),
         ({"device": "cpu"}, False),
         ({"capability": (8, 9)}, False),
         ({"capability": (12, 0)}, False),
@@ -102,7 +102,7 @@ def test_points_to_rounded_activations_where_they_help(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    facts: dict[str, Any] = {"activations": "exact", "packed": True, "sequences": 17}
+    facts: dict[str, Any] = {"activations": "exact", "packed": True, "sequences": 4}
     facts |= {"device": "cuda", "capability": (9, 0), **changes}
     monkeypatch.setattr("lowbit.runtime.kernels.launch.device.card_of", Card)
     model: Any = SimpleNamespace(
