@@ -44,7 +44,10 @@ log = logging.getLogger("lowbit.serve")
 MOST_ACCEPTED = 64  # connections in one turn of the event loop
 RETRY_S = 0.5  # until connections are accepted again, where no process can take more
 BEAT_S = 1.0  # between two questions to each process
-SILENT_S = 2.0  # until one that has not answered, such as a stopped one, gets no connections
+# Beats until a process that has not answered, such as a stopped one, gets no connections, and until
+# it is killed where the server ends. Times would count those at which this process is stopped, too
+SILENT_BEATS = 2
+HUNG_BEATS = 10
 # Share of the files that a process may open, for its connections: one that has no room for a file
 # that it is sent loses its channel
 ROOM = 0.75
@@ -60,8 +63,8 @@ class HttpProcess:
     ended: bool = False
     given: int = 0  # connections so far
     connections: int = 0  # that are open
-    # Time of the loop at which it was asked for its metrics; None once it has answered
-    asked_at: float | None = None
+    asked: bool = False  # for its metrics, and has not answered yet
+    silent_beats: int = 0  # that have passed since
 
 
 @dataclass(slots=True)
@@ -102,6 +105,7 @@ class Supervisor:
         # By the process that has asked, and the number of its question
         self._pending: dict[tuple[HttpProcess, int], PendingCounts] = {}
         self._retry: asyncio.TimerHandle | None = None
+        self._draining_beats = 0
 
     async def serve(self, on_start: Callable[[], None]) -> None:
         """Serve until all processes have ended; `on_start` is called once they take connections.
@@ -174,8 +178,7 @@ class Supervisor:
 
     def _is_able(self, worker: HttpProcess) -> bool:
         """True if a process may be handed a connection."""
-        now, asked_at = asyncio.get_running_loop().time(), worker.asked_at
-        silent = asked_at is not None and now - asked_at >= SILENT_S
+        silent = worker.silent_beats >= SILENT_BEATS
         return not (worker.ended or silent) and worker.connections < self.room
 
     def _accept_later(self) -> None:
@@ -204,7 +207,7 @@ class Supervisor:
             case DropOthers(number):
                 self._pending.pop((worker, number), None)
             case CountsFound(counts):
-                worker.asked_at = None
+                worker.asked, worker.silent_beats = False, 0
                 self._note_counts(worker, [counts])
             case Lost():
                 self.engine_ended = True
@@ -220,16 +223,22 @@ class Supervisor:
 
     def _ask(self, workers: Iterable[HttpProcess]) -> None:
         """Ask processes for their metrics, but none that still owes its last answer."""
-        now = asyncio.get_running_loop().time()
         for each in workers:
-            if each.asked_at is None and not each.ended:
-                each.asked_at = now
+            if not (each.asked or each.ended):
+                each.asked = True
                 each.channel.send(AskCounts())
 
     async def _beat(self) -> None:
-        """Find out which processes answer."""
+        """Find out which processes answer; kill those that do not where the server ends."""
         while True:
             await asyncio.sleep(BEAT_S)
+            self._draining_beats += self.draining
+            for each in self._workers:
+                each.silent_beats += each.asked
+                # None of its clients is answered, and it would hold up the end for ever
+                if min(each.silent_beats, self._draining_beats) >= HUNG_BEATS and not each.ended:
+                    log.error("an HTTP process does not answer, and is killed")
+                    each.process.kill()
             self._ask(each for each in self._workers if each.ready.is_set())
 
     def _note_counts(self, worker: HttpProcess, counts: list[Counts]) -> None:

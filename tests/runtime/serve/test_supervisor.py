@@ -57,7 +57,8 @@ class Fake:
         pass
 
     def kill(self) -> None:
-        self.exitcode = -9 if self.exitcode is None else self.exitcode
+        if self.exitcode is None:
+            self.end(-9)
 
     def end(self, code: int) -> None:
         self.exitcode = code
@@ -203,8 +204,10 @@ def test_a_process_that_does_not_answer_gets_no_connections(
             stopped, other = stage.workers
             for each in stage.workers:
                 await each.next(AskCounts)
-            loop, time = asyncio.get_running_loop(), asyncio.get_running_loop().time
-            monkeypatch.setattr(loop, "time", lambda: time() + module.SILENT_S)
+            supervised = stage.supervisor._workers
+            await stage.until(
+                lambda: min(each.silent_beats for each in supervised) >= module.SILENT_BEATS
+            )
             for _ in range(4):
                 stage.connect()
             await stage.until(lambda: stage.supervisor._retry is not None)
@@ -452,6 +455,32 @@ def test_an_engine_that_ends_behind_a_signal_is_missed_where_answers_are_lost(
             assert stage.supervisor.engine_ended is loses
 
     run(work)
+
+
+@pytest.mark.parametrize("engine_ends", [True, False])
+def test_a_process_that_does_not_answer_does_not_hold_up_the_end(
+    engine_ends: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        async with staged(monkeypatch, beat_s=0.001) as stage:
+            stopped, other = stage.workers
+            silent = stage.supervisor._workers[0]
+            await stage.until(lambda: silent.silent_beats > module.HUNG_BEATS)
+            assert stopped.exitcode is None
+            if engine_ends:
+                stage.engine.close()
+            else:
+                stage.supervisor._drain()
+            await stage.until(lambda: stage.supervisor.draining)
+            assert stage.supervisor._draining_beats < module.HUNG_BEATS
+            assert stopped.exitcode is None
+            other.end(0)
+            await asyncio.wait_for(stage.serving, 20)
+            assert stopped.exitcode == -9
+            assert str(stage.supervisor.error) == "an HTTP process has ended: signal SIGKILL"
+
+    run(work)
+    assert caplog.text.count("does not answer, and is killed") == 1
 
 
 def test_no_client_is_invited_where_the_engine_ends_at_the_start(
