@@ -2,7 +2,8 @@
 
 `child_process.py` starts this file as a script: it imports nothing of lowbit, writes one JSON line
 when it is ready, and then reads one JSON job a line and writes one JSON reply a line. A timer of
-the kernel ends the process when a job takes too long. Argument: a JSON object with `path`
+the kernel ends the process when a job computes for too long; time for which the process is stopped,
+or others have the processor, does not count. Argument: a JSON object with `path`
 (sys.path), `library` (a key of LIBRARIES) and `memory_bytes`.
 """
 
@@ -25,8 +26,6 @@ LIBRARIES = {  # modules to import; jinja2 imports some of its own late
     "llguidance": ("llguidance",),
 }
 MAX_MESSAGE = 300  # characters of an error's message
-TIMERS = ("SIGALRM", "SIGPROF")  # signals of all time, and of a process's own
-GRACE_S = 2.0  # for a copy of the process whose time is up to end
 
 
 class JobError(Exception):
@@ -61,10 +60,8 @@ def prepare(options: dict[str, Any]) -> None:
     import resource  # not above, where the parent would need it: Windows has none
 
     sys.path[:] = options["path"]
-    timers = {signal.Signals[name] for name in TIMERS}
-    for timer in timers:  # the parent may ignore or block them
-        signal.signal(timer, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, timers)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent may ignore or block it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     # Else a SIGINT from outside would be a KeyboardInterrupt, and so a failure, of the job at hand
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     limit(resource.RLIMIT_AS, options["memory_bytes"])
@@ -95,13 +92,13 @@ def reply(serve: Callable[[Job], Any], line: bytes) -> bytes:
     """Run a job; any exception becomes a reply."""
     try:
         job = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, job["seconds"])
+        signal.setitimer(signal.ITIMER_PROF, job["seconds"])
         result = {"value": serve(job)}
         return json.dumps(result).encode()
     except BaseException as error:  # MemoryError, panics of tokenizers, errors of templates
         return refusal(error_of(error))
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def refusal(error: JobError) -> bytes:
@@ -188,7 +185,6 @@ class Handler:
         The end of the copy gives back all memory, and costs this process nothing where a limit of
         time or a full stack ends it.
         """
-        signal.setitimer(signal.ITIMER_REAL, job["seconds"] + GRACE_S)
         reading, writing = os.pipe()
         pid = os.fork()
         if not pid:
@@ -201,7 +197,7 @@ class Handler:
             data = pipe.read()
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         name = signal.Signals(-status).name if status < 0 else ""
-        if name in TIMERS:
+        if name == "SIGPROF":
             raise JobError("time", "out of time")
         if name or not data:
             raise JobError("died", name or "no result")
@@ -212,7 +208,6 @@ class Handler:
 def reply_of_copy(vocabulary: Any, job: Job) -> bytes:
     """Result of `tried` as JSON, on a stack of limited size and in limited time."""
     found: list[dict[str, Any]] = []
-    signal.setitimer(signal.ITIMER_REAL, job["seconds"])
     signal.setitimer(signal.ITIMER_PROF, job["cpu_seconds"])
     threading.stack_size(job["stack_bytes"])
     work = threading.Thread(target=lambda: found.append(tried(vocabulary, job)))

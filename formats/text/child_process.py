@@ -6,6 +6,7 @@
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -16,7 +17,10 @@ from typing import IO, Any, Literal, cast
 
 from lowbit.formats.errors import ResourceError
 
-SECONDS = 5.0  # time limit of a job; real ones take milliseconds
+SECONDS = 5.0  # of the processor that a job may take; real ones take milliseconds
+# Beside them, until a child that says nothing is ended: it may start, or wait for a processor
+SILENT_S = 10.0
+READ_BYTES = 1 << 16
 MEMORY_BYTES = 512 << 20  # address space; Python and jinja2 take 40 MB of it
 # Environment variables that the child gets: paths of libraries, and the time zone.
 KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL", "LC_CTYPE", "LC_TIME")
@@ -66,6 +70,9 @@ class ChildProcess:
         """
         self.process, self.ready, self._library = start_child(library, memory_bytes), False, library
         self.input, self.output = pipes_of(self.process)
+        for pipe in (self.input, self.output):
+            os.set_blocking(pipe.fileno(), False)
+        self._rest = b""  # behind the last line that was read
         self._end = weakref.finalize(self, end_child, self.process)
 
     @property
@@ -83,6 +90,35 @@ class ChildProcess:
         if reason is not None:
             raise self._not_started(reason)
         self.ready = True
+
+    def write(self, line: bytes, seconds: float) -> None:
+        """Write a job, however long that takes while it reads.
+
+        Raises:
+            TimeoutError: it has read nothing for so many seconds.
+            BrokenPipeError: it has ended.
+        """
+        left = memoryview(line)
+        while left:
+            try:
+                left = left[os.write(self.input.fileno(), left) :]
+            except BlockingIOError:
+                wait_for(self.input, select.POLLOUT, seconds)
+
+    def read_line(self, seconds: float) -> bytes:
+        """Wait for its next line; empty if it has ended.
+
+        Raises:
+            TimeoutError: it has written nothing for so many seconds.
+        """
+        parts = [self._rest]
+        while b"\n" not in parts[-1]:
+            wait_for(self.output, select.POLLIN, seconds)
+            parts.append(os.read(self.output.fileno(), READ_BYTES))
+            if not parts[-1]:
+                return b""
+        line, _, self._rest = b"".join(parts).partition(b"\n")
+        return line
 
     def end(self) -> None:
         """End it if it has not ended, and close its pipes."""
@@ -154,6 +190,14 @@ def pipes_of(process: "subprocess.Popen[bytes]") -> tuple[IO[bytes], IO[bytes]]:
     return cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
 
 
+def wait_for(pipe: IO[bytes], event: int, seconds: float) -> None:
+    """Wait until a pipe has room, or data; raises TimeoutError after so many seconds."""
+    waiting = select.poll()
+    waiting.register(pipe, event)
+    if not waiting.poll(seconds * 1000):
+        raise TimeoutError
+
+
 def end_child(process: "subprocess.Popen[bytes]") -> None:
     """End a child and close its pipes."""
     process.kill()
@@ -165,7 +209,7 @@ def end_child(process: "subprocess.Popen[bytes]") -> None:
 
 def _error_of_end(code: int) -> WorkerError:
     """The error for a child that has ended."""
-    if code in (-signal.SIGALRM, -signal.SIGPROF):
+    if code == -signal.SIGPROF:
         return WorkerError("time", "out of time")
     name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return WorkerError("killed" if name in OUTSIDE else "died", name)

@@ -4,8 +4,8 @@ They are written one behind another, so that the child begins the next one by it
 reads several replies at once. When a thread waited for each reply, that took half the time of a
 request beside 63 others. A job that ends the child fails; those behind it go to another child, and
 so does, once, a job whose child was killed from outside.
-A child that writes nothing for longer than a job may take is ended. It was stopped from outside:
-its own timer ends one that runs, whatever its job does.
+A child that writes nothing for SILENT_S longer than a job may compute is ended: it was stopped from
+outside, or gets no processor. Its own timer ends one that computes, whatever its job does.
 """
 
 import asyncio
@@ -21,7 +21,9 @@ from typing import Any
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.text.child_process import (
     MEMORY_BYTES,
+    READ_BYTES,
     SECONDS,
+    SILENT_S,
     ChildProcess,
     Library,
     WorkerError,
@@ -29,9 +31,6 @@ from lowbit.formats.text.child_process import (
     line_of,
     value_of,
 )
-
-READ_BYTES = 1 << 16
-SILENT_S = 10.0  # beside the time of a job: for a child to start, or to be ended by its own timer
 
 
 @dataclass(slots=True, eq=False)
@@ -125,8 +124,6 @@ class JobQueue:
         child = ChildProcess(self._library, self._memory_bytes)
         self._child = child
         self._input, self._output = child.input.fileno(), child.output.fileno()
-        for descriptor in (self._input, self._output):
-            os.set_blocking(descriptor, False)
         self._loop.add_reader(self._output, self._read)
 
     def _stop(self) -> None:

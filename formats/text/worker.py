@@ -3,7 +3,8 @@
 A chat template, a regular expression or a grammar can loop for ever, fill the memory or overflow
 the stack, and none can be stopped inside this process. The child (`child.py`) has limits of time
 and memory and none of the environment's secrets; it is started once, and answers a job in a
-fraction of a millisecond. A failure to start it is a ResourceError, not an error of the file.
+fraction of a millisecond. A failure to start it is a ResourceError, not an error of the file. One
+that is silent, as it was stopped from outside, is ended, and its job done once more.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from lowbit.formats.errors import ResourceError
 from lowbit.formats.text.child_process import (
     MEMORY_BYTES,
     SECONDS,
+    SILENT_S,
     ChildProcess,
     Library,
     WorkerError,
@@ -34,7 +36,7 @@ class Worker:
     """A child process, started with the first job and again after a job that ended it.
 
     Attributes:
-        seconds: default time limit of a job.
+        seconds: of the processor that a job may take by default.
         memory_bytes: address space of the child.
         library: key of the library that does the jobs; the child imports it when it starts.
     """
@@ -58,6 +60,8 @@ class Worker:
         self._lock = threading.Lock()
         self._child: ChildProcess | None = None
         self._unread = 0  # replies that nobody waits for
+        self._longest_s = max(seconds, (prelude or {}).get("seconds", 0.0))  # of other jobs
+        self._silence_s = 0.0  # after which the child is ended
 
     def submit(self, job: Mapping[str, Any]) -> None:
         """Begin a job without waiting for its reply, as a preparation for later jobs.
@@ -69,6 +73,7 @@ class Worker:
         """
         line = line_of(job, self.seconds)
         with self._lock, contextlib.suppress(WorkerError, ResourceError), self._whole():
+            self._silence_s = self._longest_s + SILENT_S
             self._send(line)
             self._unread += 1
 
@@ -77,26 +82,28 @@ class Worker:
 
         Args:
             job: plain JSON, as `child.Handler` understands it.
-            seconds: limit of this job; None for the worker's own.
+            seconds: of the processor that this job may take; None for the worker's own.
 
         Raises:
             WorkerError: the job fails, or breaks a limit.
-            ResourceError: the process cannot be started, or was killed twice.
+            ResourceError: the process cannot be started, or was killed or stopped twice.
             TypeError: the job is not plain JSON; also ValueError, RecursionError.
         """
-        line = line_of(job, self.seconds if seconds is None else seconds)
+        seconds = self.seconds if seconds is None else seconds
+        line = line_of(job, seconds)
         retried = False
         while True:
             try:
-                return value_of(self._reply(line))
+                return value_of(self._reply(line, seconds))
             except WorkerError as error:
                 failure = failure_of(error, self.library, retried)
                 if failure is not None:
                     raise failure from None
             retried = True
 
-    def _reply(self, line: bytes) -> dict[str, Any]:
+    def _reply(self, line: bytes, seconds: float) -> dict[str, Any]:
         with self._lock, self._whole():
+            self._silence_s = max(seconds, self._longest_s) + SILENT_S
             child = self._send(line)
             while self._unread:
                 self._receive(child)
@@ -126,8 +133,9 @@ class Worker:
 
     def _write(self, child: ChildProcess, line: bytes) -> None:
         try:
-            child.input.write(line)
-            child.input.flush()
+            child.write(line, self._silence_s)
+        except TimeoutError:
+            raise self._silent(child) from None
         except BrokenPipeError:
             self._check_ready(child)
             raise self._failure(child) from None
@@ -138,9 +146,12 @@ class Worker:
         return reply
 
     def _read(self, child: ChildProcess) -> bytes:
-        """The child's next line; raises the error of the job where it has ended."""
-        line = child.output.readline()
-        if not line.endswith(b"\n"):
+        """The child's next line; raises the job's error where it has ended, or is silent."""
+        try:
+            line = child.read_line(self._silence_s)
+        except TimeoutError:
+            raise self._silent(child) from None
+        if not line:
             raise self._failure(child)
         return line
 
@@ -157,10 +168,13 @@ class Worker:
             self._unread += 1
         return child
 
-    def _failure(self, child: ChildProcess) -> Exception:
-        """The error of a job whose child has ended."""
+    def _failure(self, child: ChildProcess, error: WorkerError | None = None) -> Exception:
+        """The error of a job whose child has ended, or is ended because of an error."""
         self._stop()
-        return child.failure()
+        return child.failure(error)
+
+    def _silent(self, child: ChildProcess) -> Exception:
+        return self._failure(child, WorkerError("killed", "no answer"))
 
     def _stop(self) -> None:
         if self._child is not None:

@@ -37,9 +37,9 @@ FEW_SYMBOLS = 500  # a mask of so few cannot take long
 # In the child, less than the 2 MB that a thread has at least: what fits there fits here. Masks take
 # less than 128 KB.
 STACK_BYTES = 3 << 19
-CPU_S = 1.0  # to compile; large schemas take 0.3
+CPU_S = 1.0  # of the processor, to compile; large schemas take 0.3
 QUICK_S = 0.02  # the same for one that shall hold up no other; most schemas of one page take half
-WALL_S = 10.0  # to compile on a busy machine
+VOCABULARY_S = 10.0  # of the processor, to prepare the vocabulary
 BYTES_A_LETTER = 100  # of a compiled grammar, where the system does not tell
 MOST_TRIED = 1024  # results of trials that are kept, of 200 bytes
 
@@ -258,7 +258,9 @@ class Grammars:
             "special": _special(self._tokenizer, self._vocab_size),
             "stops": self._stop_ids,
         }
-        slow, quick = (Worker(WALL_S, library="llguidance", prelude=vocabulary) for _ in range(2))
+        slow, quick = (
+            Worker(VOCABULARY_S, library="llguidance", prelude=vocabulary) for _ in range(2)
+        )
         return slow, quick
 
 

@@ -19,13 +19,14 @@ from lowbit.formats.text import child_process
 from lowbit.formats.text.child_process import (
     MEMORY_BYTES,
     SECONDS,
+    SILENT_S,
     Library,
     WorkerError,
     end_child,
     line_of,
     start_child,
 )
-from lowbit.formats.text.job_queue import SILENT_S, JobQueue
+from lowbit.formats.text.job_queue import JobQueue
 from lowbit.formats.text.worker import Worker, blocking
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -209,11 +210,11 @@ def test_every_signal_from_outside_is_no_fault_of_the_job(
             assert len(pids) == 2
 
 
-@pytest.mark.parametrize("name", [*OWN, "SIGALRM", "SIGPROF", ""])
+@pytest.mark.parametrize("name", [*OWN, "SIGPROF", ""])
 def test_an_end_that_limits_explain_is_a_fault_of_the_job(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = "time" if name in ("SIGALRM", "SIGPROF") else "died"
+    kind = "time" if name == "SIGPROF" else "died"
 
     async def work(queue: JobQueue) -> None:
         assert await kinds(queue, "a", "b") == [kind, "b"]
@@ -282,6 +283,32 @@ def test_a_child_that_is_stopped_is_replaced(
         assert pid_of(queue) != child
 
     run(work)
+
+
+def test_time_for_which_a_child_is_stopped_does_not_count() -> None:
+    """Its job goes on afterwards, and has the rest of its time."""
+    seconds = 0.2
+
+    async def work(queue: JobQueue) -> None:
+        loop = asyncio.get_running_loop()
+        assert await kinds(queue, "a") == ["a"]
+        child = pid_of(queue)
+        asked = asyncio.ensure_future(kinds(queue, ENDLESS))
+        before = ticks_of(child)
+        while ticks_of(child) == before:  # it is at work
+            await asyncio.sleep(0)
+        os.kill(child, signal.SIGSTOP)
+        os.waitid(os.P_PID, child, os.WSTOPPED)
+        done, stopped = ticks_of(child), loop.time()
+        while loop.time() < stopped + seconds:
+            await asyncio.sleep(0)
+        os.kill(child, signal.SIGCONT)
+        while ticks_of(child) < done + 2:  # a child that has ended computes no more
+            assert not asked.done()
+            await asyncio.sleep(0)
+        assert await asked == ["time"]
+
+    run(work, seconds)
 
 
 def test_jobs_and_results_may_be_larger_than_a_pipe() -> None:

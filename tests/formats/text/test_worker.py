@@ -6,12 +6,15 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
 from lowbit.formats.errors import ResourceError
+from lowbit.formats.text import child_process
 from lowbit.formats.text import worker as module
 from lowbit.formats.text.child_process import ChildProcess, Library, WorkerError
 from lowbit.formats.text.worker import Worker
@@ -179,6 +182,62 @@ def test_the_process_inherits_no_secrets(monkeypatch: pytest.MonkeyPatch) -> Non
     limits = (process / "limits").read_text()
     assert f"Max address space         {worker.memory_bytes}" in limits
     assert "Max file size             0" in limits
+
+
+@contextmanager
+def hurried(stopped: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Do not wait for a process that is silent."""
+    real = child_process.wait_for
+    pipes = {Path(f"/proc/{stopped}/fd/{number}").stat().st_ino for number in (0, 1)}
+
+    def wait_for(pipe: IO[bytes], event: int, seconds: float) -> None:
+        assert seconds > child_process.SILENT_S
+        hurry = os.fstat(pipe.fileno()).st_ino in pipes
+        real(pipe, event, 0.0 if hurry else seconds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(child_process, "wait_for", wait_for)
+        yield
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)
+
+
+@pytest.mark.parametrize("length", [1, 1 << 20], ids=["short", "longer than a pipe"])
+def test_a_process_that_is_stopped_is_replaced(
+    length: int, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "a" * length
+    asked = {**job("{{ text }}", length), "values": {"text": text}}
+    for begun in (False, True):
+        assert worker.ask(job("a")) == "a"
+        first = pid_of(worker)
+        stop(first)
+        with hurried(first, monkeypatch):
+            if begun:
+                worker.submit(asked)
+            assert worker.ask(asked) == text
+        assert ends(first)
+
+
+def test_a_process_that_is_stopped_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def start(library: Library, memory_bytes: int) -> ChildProcess:
+        child = ChildProcess(library, memory_bytes)
+        stop(child.process.pid)
+        started.append(child.process.pid)
+        return child
+
+    monkeypatch.setattr(module, "ChildProcess", start)
+    monkeypatch.setattr(module, "SILENT_S", -5.0)
+    worker = Worker(seconds=5.0)
+    with pytest.raises(ResourceError, match=r"ended or stopped from outside twice \(no answer\)"):
+        worker.ask(job("a"))
+    assert len(started) == 2
+    assert all(map(ends, started))
 
 
 def test_jobs_must_be_json(worker: Worker) -> None:
