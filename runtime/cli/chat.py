@@ -156,8 +156,7 @@ def _converse(talk: "Chat", ask: Ask, view: "View") -> "tuple[Chat, BaseExceptio
                 entry = ask(talk)
                 if entry is None:
                     return talk, failure
-                outcome = respond(talk, entry, view)
-                talk = outcome.chat
+                talk = (outcome := respond(talk, entry, view)).chat  # no Ctrl-C comes between
                 failed = None if view.interactive else outcome.error
                 if failed is not None:
                     failure = click.exceptions.Exit(1)

@@ -82,37 +82,57 @@ def _answer(chat: Chat, before: Conversation, question: str, view: View) -> Outc
     parts: list[str] = []
     made: Generation | None = None
     seen = before
-    try:
-        with view.listening(), watched() as interrupt:
-            seen, prompt = with_room(chat, before, question)
-            stream = chat.model.stream(prompt, chat.settings)
-            if seen.dropped > before.dropped:
-                view.note(_dropped(seen.dropped - before.dropped, chat.model.context))
-            made = _listen(stream, parts, interrupt, view)
-    except (LowbitError, MemoryError, RuntimeError) as error:
-        known = explained(error, gpu_hint="use a smaller --context")
-        if known is None:
-            raise
-        view.fail(known)
-        view.note(_without_answer(chat, "there is no answer"))
-        return Outcome(chat, error=known)
-    except KeyboardInterrupt:
-        if not view.interactive:
-            raise
-    text = "".join(parts)
+    with watched() as interrupt:
+        try:
+            with view.listening():
+                seen, prompt = with_room(chat, before, question)
+                stream = chat.model.stream(prompt, chat.settings)
+                if seen.dropped > before.dropped:
+                    view.note(_dropped(seen.dropped - before.dropped, chat.model.context))
+                made = _listen(stream, parts, interrupt, view)
+        except (LowbitError, MemoryError, RuntimeError) as error:
+            known = explained(error, gpu_hint="use a smaller --context")
+            if known is None:
+                raise
+            view.fail(known)
+            view.note(_without_answer(chat, "there is no answer"))
+            return Outcome(chat, error=known)
+        except KeyboardInterrupt:
+            if not view.interactive:
+                raise
+        # Ctrl-C from here on is late: it loses no answer, and pressed twice cuts the notes short
+        interrupt.gentle, interrupt.pressed = view.interactive, False
+        outcome = Outcome(_answered(chat, seen, question, "".join(parts), made))
+        try:
+            _explain(outcome.chat, made, "".join(parts), view)
+        except KeyboardInterrupt:
+            if not view.interactive:
+                raise
+        return outcome
+
+
+def _answered(
+    chat: Chat, seen: Conversation, question: str, text: str, made: "Generation | None"
+) -> Chat:
+    """The chat behind an answer; `made` is None where it was stopped."""
     if made is not None:
         chat = replace(chat, last=made)
+    if not text:
+        return chat
+    after = seen.answered(question, text)
+    return replace(chat, conversation=after, measured=chat.measured if made is None else after)
+
+
+def _explain(chat: Chat, made: "Generation | None", text: str, view: View) -> None:
+    """Say what there is to say of an answer behind it."""
+    if made is not None:
         view.finished(made)
         _explain_end(chat, made, view)
     if not text:
         why = "stopped before the answer began" if made is None else "there was no answer"
         view.note(_without_answer(chat, why))
-        return Outcome(chat)
-    after = seen.answered(question, text)
-    if made is None:
+    elif made is None:
         view.note("stopped; what was written is kept, /retry asks again, /undo takes it back")
-        return Outcome(replace(chat, conversation=after))
-    return Outcome(replace(chat, conversation=after, measured=after))
 
 
 def _listen(

@@ -1,5 +1,7 @@
 """Ctrl-C at every line of a chat's loop: somebody at a terminal goes on talking."""
 
+import os
+import signal
 import sys
 from types import FrameType
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 from lowbit.runtime.cli import chat as command
 from lowbit.runtime.conversation import respond as step
 from lowbit.runtime.conversation.chat import Chat
+from lowbit.runtime.conversation.turns import Turn
 from tests.runtime.conversation.conftest import NewChat, Shown, new_chat
 
 __all__ = ["new_chat"]
@@ -56,5 +59,45 @@ def test_ctrl_c_at_no_line_ends_a_chat(new_chat: NewChat) -> None:
             sys.settrace(before)
         assert failure is None
         if presser.left > 0:
+            return
+    pytest.fail("the chat passes more lines than expected")
+
+
+class LatePresser(Presser):
+    """Presses once the answer has been shown, by a signal, as the terminal does."""
+
+    def __init__(self, number: int, shown: Shown) -> None:
+        super().__init__(number)
+        self.shown = shown
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        self.open = self.shown.text.startswith("one")
+        try:
+            return super().__call__(frame, event, argument)
+        except KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            return self
+
+
+def test_ctrl_c_behind_an_answer_keeps_it(new_chat: NewChat) -> None:
+    for number in range(1, MOST_LINES):
+        chat, _ = new_chat(["one"])
+        shown = Shown()
+        presser = LatePresser(number, shown)
+        entries = iter(["Count"])
+
+        def ask(_: Chat, entries: Any = entries) -> str | None:
+            return next(entries, None)
+
+        before = sys.gettrace()
+        sys.settrace(presser)
+        try:
+            talk, failure = command._converse(chat, ask, shown.view())
+        finally:
+            sys.settrace(before)
+        assert failure is None
+        assert talk.conversation.turns == (Turn("Count", "one"),), f"line event {number}"
+        if presser.left > 0:
+            assert number > 10
             return
     pytest.fail("the chat passes more lines than expected")
