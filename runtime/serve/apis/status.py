@@ -1,6 +1,7 @@
 """GET /health, /metrics and /v1/models."""
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -88,6 +89,12 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "id": name,
         "object": "model",
         "created": service.created,
+        # As Anthropic's API has them
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+        "max_input_tokens": service.model.context,
+        "max_tokens": service.model.context,
         "owned_by": "lowbit",
         "root": service.name,
         "parent": None,

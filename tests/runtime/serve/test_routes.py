@@ -11,6 +11,7 @@ from lowbit.runtime.serve import app
 from lowbit.runtime.serve.apis import chat
 from lowbit.runtime.serve.errors import MOST_QUOTED
 from tests.runtime.serve.conftest import NAME, Running, until
+from tests.runtime.serve.sdks import anthropic_client, openai_client
 
 GETS = sorted(
     route.path
@@ -93,3 +94,14 @@ def test_an_error_in_a_response_that_has_begun_ends_it(
         httpx2.post(f"{server.url}{path}", json={})
     until(lambda: bool(responses - before))
     assert responses - before == {(path, 200): 1}
+
+
+def test_a_model_has_the_fields_of_both_apis(server: Running) -> None:
+    with openai_client(server) as chats, anthropic_client(server) as messages:
+        assert chats.models.retrieve(NAME).object == "model"
+        found = messages.models.retrieve(NAME)
+        [first, *_] = messages.models.list()
+    assert (found.type, found.display_name, found.id) == ("model", NAME, NAME)
+    assert found.created_at.timestamp() == server.service.created
+    assert found.max_input_tokens == server.model.context
+    assert first == found
