@@ -303,10 +303,15 @@ def check_arguments(arguments: Mapping[str, Any], template: ChatTemplate) -> Non
             raise RequestError(f"the template's argument {name!r:.80} is not a name")
         if name in RESERVED or name in template.special_tokens:
             raise RequestError(f"the template's argument `{name}` cannot be given")
-        if not re.search(rf"\b{name}\b", template.source):
+        if not knows_argument(template, name):
             raise RequestError(f"the chat template does not know the argument `{name}`")
         if not is_plain(value, MAX_DEPTH):
             raise RequestError(f"the template's argument `{name}` is not plain JSON")
+
+
+def knows_argument(template: ChatTemplate, name: str) -> bool:
+    """True if a template names an argument."""
+    return re.search(rf"\b{re.escape(name)}\b", template.source) is not None
 
 
 def choose_mark(texts: Iterable[str]) -> str:

@@ -153,7 +153,9 @@ def _read(tool: Any, where: str) -> Tool:
     strict = function.get("strict")
     if not isinstance(strict, bool | None):
         raise RequestError(f"{where}: `strict` must be true or false, got {strict!r:.80}")
-    return Tool(name, schema or {}, strict is True, tool)
+    if schema is None:  # the function has no parameters
+        schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    return Tool(name, schema, strict is True, tool)
 
 
 def knows_tools(template: ChatTemplate) -> bool:

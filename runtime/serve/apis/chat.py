@@ -1,12 +1,13 @@
 """POST /v1/chat/completions: OpenAI's chats."""
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag
 from starlette.requests import Request as HttpRequest
 
 from lowbit.runtime.engine.delta import Delta
@@ -20,8 +21,10 @@ from lowbit.runtime.serve.apis.common import (
 )
 from lowbit.runtime.serve.apis.docs import documented
 from lowbit.runtime.serve.apis.tools import (
+    ChatChoice,
     ChatCustomTool,
     ChatTools,
+    chat_choice_of,
     custom_arguments,
     custom_input,
     functions_of,
@@ -30,7 +33,6 @@ from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.body import (
     NEUTRAL,
     TURNS,
-    Body,
     Ignored,
     SamplingBody,
     TolerantBody,
@@ -39,42 +41,36 @@ from lowbit.runtime.serve.request.body import (
 from lowbit.runtime.serve.request.contents import Content
 from lowbit.runtime.serve.request.forms import FormatFields, format_of
 from lowbit.runtime.serve.request.images import read_images
-from lowbit.runtime.serve.request.parts import SkippedPart, Text, by_type, text_of
-from lowbit.runtime.serve.request.prepare import Asked, can_switch_thinking, open_answers
+from lowbit.runtime.serve.request.parts import (
+    SkippedPart,
+    Text,
+    by_type,
+    refusals_as_text,
+    text_of,
+)
+from lowbit.runtime.serve.request.prepare import (
+    Asked,
+    can_switch_thinking,
+    open_answers,
+    unheard_switch,
+)
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.settings import MOST_CALLS, MOST_MESSAGES
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
+from lowbit.runtime.text.chat import knows_argument
 from lowbit.runtime.text.tokenizer import Tokenizer
 
 
-class FunctionName(Body):
-    """The function of a named choice."""
-
-    name: str
-
-
-class NamedChoice(Body):
-    """`tool_choice` that names a function."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class CustomChoice(Body):
-    """`tool_choice` that names a custom tool."""
-
-    type: Literal["custom"]
-    custom: FunctionName
-
-
-Choice = Annotated[NamedChoice | CustomChoice, Field(discriminator="type")]
+def _as_text(value: object) -> object:
+    """Arguments of a call as JSON's text, which some clients send as the object itself."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
 
 
 class CalledFunction(TolerantBody):
     """`tool_calls[].function` of an earlier turn."""
 
     name: str
-    arguments: str
+    arguments: Annotated[str, BeforeValidator(_as_text)]
 
 
 class ToolCall(TolerantBody):
@@ -140,12 +136,12 @@ class AssistantMessage(TolerantBody):
     """A turn of the model, as responses hold it."""
 
     role: Literal["assistant"]
-    content: Text | None = None
+    content: Annotated[Text, BeforeValidator(refusals_as_text)] | None = None
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     thinking_blocks: ThinkingBlocks | None = None
-    refusal: None = None
+    refusal: str | None = None
     audio: None = None
     function_call: None = None
     tool_calls: Calls | None = None
@@ -155,7 +151,7 @@ class ToolMessage(TolerantBody):
     """The result of a tool."""
 
     role: Literal["tool"]
-    content: Text
+    content: Text | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -197,13 +193,13 @@ class ChatBody(SamplingBody, FormatFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: ChatTools | None = None
-    tool_choice: Literal["auto", "none", "required"] | Choice | None = None
+    tool_choice: Literal["auto", "none", "required"] | ChatChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     thinking_budget: Tokens | None = None
     thinking_token_budget: Tokens | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: str | None = None  # it switches thinking, by `none` or any other word
     include_reasoning: bool | None = None
     thinking: ThinkingSwitch | bool | None = None
     reasoning: ReasoningSwitch | None = None
@@ -247,6 +243,9 @@ def _turn_of(message: Message) -> dict[str, Any]:
     turn = message.plain()
     if isinstance(message.content, list):
         turn["content"] = text_of(message.content)
+    refusal = turn.pop("refusal", "")
+    if not (turn.get("content") or turn.get("tool_calls")):
+        turn["content"] = refusal
     if turn.pop("thinking_blocks", None) and isinstance(message, AssistantMessage):
         thought = "".join(block.thinking for block in message.thinking_blocks or ())
         if thought and not (message.reasoning_content or message.reasoning):
@@ -301,15 +300,13 @@ def asked_of(model: ServedModel, body: ChatBody) -> Asked:
         budgets.append(body.thinking.budget_tokens)
     if body.reasoning is not None:
         budgets.append(body.reasoning.max_tokens)
-    choice, tool = body.tool_choice, None
-    if isinstance(choice, NamedChoice | CustomChoice):
-        tool = choice.function.name if isinstance(choice, NamedChoice) else choice.custom.name
+    choice, tool, functions = chat_choice_of(body.tool_choice, functions_of(body.tools))
     most = body.max_completion_tokens or body.max_tokens
     left_out = [*_left_out(model, body), *read_images(body.contents(), model.prompts)]
     return Asked(
         messages=turns_of(body.messages),
-        tools=functions_of(body.tools) if body.tools else (),
-        choice="named" if isinstance(choice, NamedChoice | CustomChoice) else choice or "auto",
+        tools=functions,
+        choice=choice,
         tool=tool,
         parallel=body.parallel_tool_calls is not False,
         format=format_of(body),
@@ -329,28 +326,30 @@ def _left_out(model: ServedModel, body: ChatBody) -> list[str]:
         for tool in body.tools or ()
         if isinstance(tool, ChatCustomTool) and tool.grammar is not None
     ]
-    if body.preserve_thinking is not None and not _knows_preserve(model):
-        tools.append(PRESERVE)
-    return tools
+    unknown = [name for name in body.chat_template_kwargs or () if not _knows(model, name)]
+    if body.preserve_thinking is not None and not _knows(model, PRESERVE):
+        unknown.append(PRESERVE)
+    return [*tools, *unknown, *unheard_switch(model, body.enable_thinking)]
 
 
 def _arguments(model: ServedModel, body: ChatBody) -> dict[str, Any]:
-    """Arguments of the chat template; `preserve_thinking` is one where the template knows it."""
-    given = dict(body.chat_template_kwargs or {})
-    if body.preserve_thinking is not None and _knows_preserve(model):
-        given.setdefault(PRESERVE, body.preserve_thinking)
-    return given
+    """Arguments of the chat template that it knows; `preserve_thinking` may be one."""
+    given = {PRESERVE: body.preserve_thinking} if body.preserve_thinking is not None else {}
+    given |= body.chat_template_kwargs or {}
+    return {name: value for name, value in given.items() if _knows(model, name)}
 
 
-def _knows_preserve(model: ServedModel) -> bool:
-    return model.template is not None and PRESERVE in model.template.source
+def _knows(model: ServedModel, argument: str) -> bool:
+    return model.template is None or knows_argument(model.template, argument)
 
 
 def _thinking(model: ServedModel, body: ChatBody) -> bool | None:
     """`enable_thinking` of the template; None leaves it to the template or to its arguments."""
+    if not can_switch_thinking(model):
+        return None
     if body.enable_thinking is not None:
         return body.enable_thinking
-    if not can_switch_thinking(model) or "enable_thinking" in (body.chat_template_kwargs or {}):
+    if "enable_thinking" in (body.chat_template_kwargs or {}):
         return None
     return next((switch for switch in _switches(body) if switch is not None), None)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Field, Tag, TypeAdapter
 from starlette.requests import Request as HttpRequest
 
 from lowbit.formats.text.worker import Ask
@@ -37,6 +37,7 @@ from lowbit.runtime.serve.request.parts import (
     TextParts,
     Turned,
     by_type,
+    documents_as_text,
     joined_parts,
     named_types,
     text_of,
@@ -48,6 +49,7 @@ from lowbit.runtime.serve.request.prepare import (
     open_answers,
     prepared,
     read_request,
+    unheard_switch,
 )
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.service import record_of
@@ -79,7 +81,7 @@ class ToolResult(TolerantBody):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | ResultParts | None = None
+    content: Annotated[str | ResultParts | None, BeforeValidator(documents_as_text)] = None
 
 
 class Thinking(TolerantBody):
@@ -113,7 +115,7 @@ class Turn(TolerantBody):
     """A turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Blocks
+    content: Annotated[str | Blocks, BeforeValidator(documents_as_text)]
 
 
 class CustomTool(TolerantBody):
@@ -126,7 +128,7 @@ class CustomTool(TolerantBody):
     strict: bool | None = None
 
 
-class Choice(Body):
+class Choice(TolerantBody):
     """`tool_choice`."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -134,7 +136,7 @@ class Choice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingConfig(Body):
+class ThinkingConfig(TolerantBody):
     """`thinking`."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -149,7 +151,7 @@ class SchemaFormat(Body):
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Body):
+class OutputConfig(TolerantBody):
     """`output_config`."""
 
     effort: Ignored[Any] = None
@@ -163,10 +165,14 @@ AnyTool = Annotated[
 Tools = Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
 
 
+MESSAGE = NEUTRAL | TURNS | PLAIN
+del MESSAGE["max_tokens"]  # that a prompt's tokens are counted for
+
+
 class CountBody(RequestBody):
     """Everything that the prompt is made of."""
 
-    NEUTRAL = NEUTRAL | TURNS | PLAIN | {"mcp_servers": ([],)}
+    NEUTRAL = MESSAGE
     messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     system: str | TextBlocks | None = None
     tools: Tools | None = None
@@ -174,6 +180,7 @@ class CountBody(RequestBody):
     thinking: ThinkingConfig | None = None
     enable_thinking: bool | None = None
     output_config: OutputConfig | None = None
+    output_format: SchemaFormat | None = None  # its former name in the beta
     cache_control: Ignored[Any] = None
     context_management: Ignored[Any] = None
     diagnostics: Ignored[Any] = None
@@ -250,6 +257,7 @@ def asked_of(model: ServedModel, body: CountBody) -> Asked:
         ApiError: `tool_choice` lacks a name, or an image cannot be read.
     """
     left_out = [*_left_out(body), *read_images(body.contents(), model.prompts)]
+    left_out += unheard_switch(model, body.enable_thinking)
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": text_of(body.system)})
@@ -258,7 +266,7 @@ def asked_of(model: ServedModel, body: CountBody) -> Asked:
             messages.append({"role": turn.role, "content": turn.content})
         else:
             messages += _messages_of(turn.role, turn.content)
-    config = body.output_config.format if body.output_config is not None else None
+    config = body.output_config.format if body.output_config is not None else body.output_format
     thinking = body.thinking
     on = None if thinking is None or thinking.type == "adaptive" else thinking.type == "enabled"
     on = on if body.enable_thinking is None else body.enable_thinking

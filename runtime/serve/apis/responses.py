@@ -28,6 +28,7 @@ from lowbit.runtime.serve.request.body import (
     AnswerBody,
     Body,
     Ignored,
+    TolerantBody,
 )
 from lowbit.runtime.serve.request.contents import Content
 from lowbit.runtime.serve.request.forms import (
@@ -37,7 +38,12 @@ from lowbit.runtime.serve.request.forms import (
     schema_format,
 )
 from lowbit.runtime.serve.request.images import read_images
-from lowbit.runtime.serve.request.prepare import Asked, can_switch_thinking, open_answers
+from lowbit.runtime.serve.request.prepare import (
+    Asked,
+    can_switch_thinking,
+    open_answers,
+    unheard_switch,
+)
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.state.sampling_params import SamplingParams
 
@@ -52,7 +58,7 @@ class NamedSchemaFormat(Body):
     strict: bool | None = None
 
 
-class TextConfig(Body):
+class TextConfig(TolerantBody):
     """`text`."""
 
     format: (
@@ -62,16 +68,16 @@ class TextConfig(Body):
     verbosity: Ignored[Any] = None
 
 
-class ReasoningConfig(Body):
+class ReasoningConfig(TolerantBody):
     """`reasoning`."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: str | None = None  # it switches thinking, by `none` or any other word
     summary: Ignored[Any] = None
     generate_summary: Ignored[Any] = None
     context: Ignored[Any] = None
 
 
-class ResponsesStreamOptions(Body):
+class ResponsesStreamOptions(TolerantBody):
     """`stream_options`."""
 
     include_obfuscation: Ignored[bool | None] = None
@@ -192,7 +198,7 @@ def asked_of(model: ServedModel, body: ResponsesBody) -> Asked:
     if body.top_logprobs and not logged:
         raise invalid(f"`top_logprobs` needs `{LOGPROBS}` in `include`", "top_logprobs")
     choice, named, tools, left_out = choice_of(body.tool_choice, offered_tools(body.tools))
-    left_out += skipped_tools(body.tools)
+    left_out += skipped_tools(body.tools) + unheard_switch(model, body.enable_thinking)
     left_out += [f"include {name}" for name in body.include or () if name not in INCLUDES]
     if not isinstance(body.input, str):
         left_out += left_out_items(body.input)

@@ -130,6 +130,67 @@ def functions_of(
     return found
 
 
+class FunctionName(TolerantBody):
+    """The function of a named choice."""
+
+    name: str
+
+
+class NamedChoice(TolerantBody):
+    """`tool_choice` that names a function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CustomChoice(TolerantBody):
+    """`tool_choice` that names a custom tool."""
+
+    type: Literal["custom"]
+    custom: FunctionName
+
+
+class AllowedTools(TolerantBody):
+    """`tool_choice.allowed_tools`."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[Any], Field(fail_fast=True, max_length=MOST_TOOLS)]
+
+
+class AllowedChoice(TolerantBody):
+    """`tool_choice` that names the tools that may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ChatChoice = Annotated[NamedChoice | CustomChoice | AllowedChoice, Field(discriminator="type")]
+
+
+def chat_choice_of(
+    given: str | NamedChoice | CustomChoice | AllowedChoice | None,
+    functions: list[dict[str, Any]],
+) -> tuple[ChoiceMode, str | None, list[dict[str, Any]]]:
+    """The choice, the function that it names, and the functions that it leaves."""
+    if isinstance(given, NamedChoice):
+        return "named", given.function.name, functions
+    if isinstance(given, CustomChoice):
+        return "named", given.custom.name, functions
+    if isinstance(given, AllowedChoice):
+        names = [_name_of(tool) for tool in given.allowed_tools.tools]
+        left = [each for each in functions if each["function"]["name"] in names]
+        return given.allowed_tools.mode, None, left
+    return given or "auto", None, functions  # type: ignore[return-value]
+
+
+def _name_of(tool: Any) -> object:
+    """Name of an allowed tool; None where it has none."""
+    found = tool
+    if isinstance(tool, dict):
+        found = tool.get("function") or tool.get("custom") or tool
+    return found.get("name") if isinstance(found, dict) else None
+
+
 class FunctionTool(TolerantBody):
     """A function that the model may call."""
 

@@ -122,18 +122,27 @@ class ModelBody(Body):
     model: str | None = None
     _shows_images: bool = PrivateAttr(default=False)
     _unknown: Set[str] = frozenset()  # no field of `Body`, which would cost each message
+    _left_out: Sequence[str] = ()  # names of its own fields that are not known
 
     @classmethod
     def read(cls, content: dict[str, Any]) -> Self:
-        """The body with this content.
+        """The body with this content; fields that no API here has are left out.
 
         Raises:
             ValidationError: the content breaks the schema.
         """
         names: set[str] = set()
-        body = cls.model_validate(content, context=names)
+        known = cls.KNOWN | cls.NEUTRAL.keys()
+        unknown = content.keys() - known
+        given = {name: content[name] for name in content if name in known} if unknown else content
+        body = cls.model_validate(given, context=names)
         body._unknown = names
+        body._left_out = sorted(name for name in unknown if content[name])
         return body
+
+    def left_out(self) -> list[str]:
+        """Fields that are not known, and were given a value that is not empty."""
+        return [f"field {name}" for name in self._left_out]
 
     def ignored(self) -> list[str]:
         """Ignored fields that were given a value, and unknown ones of messages and tools."""
@@ -193,7 +202,13 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-StopList = Annotated[list[StopString], Field(fail_fast=True, max_length=MOST_STOPS)]
+def _without_empty(value: object) -> object:
+    """Stops that are no empty text, which forms of clients send and which would end nothing."""
+    return [each for each in value if each != ""] if isinstance(value, list) else value
+
+
+StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MOST_STOPS)]
+StopList = Annotated[StopStrings, BeforeValidator(_without_empty)]
 Stops = Annotated[StopList, BeforeValidator(_as_list)]
 
 
@@ -209,7 +224,7 @@ def _numbers(value: object) -> object:
 Biases = Annotated[dict[str, float], Field(max_length=MOST_BIASES), BeforeValidator(_numbers)]
 
 
-class StreamOptions(Body):
+class StreamOptions(TolerantBody):
     """`stream_options`."""
 
     include_usage: bool | None = None
@@ -270,10 +285,22 @@ def sampling_options(
     }
 
 
+# Fields of other APIs that change an answer, and are refused by name with any value. Any other that
+# is not known is left out.
+MEANT = (
+    *("adapter", "adapters", "audio", "chat_template", "context", "conversation", "ebnf"),
+    *("format", "function_call", "functions", "input", "instructions", "json_schema"),
+    *("logits_processors", "lora_path", "max_completion_tokens", "max_length", "max_new_tokens"),
+    *("max_output_tokens", "max_tokens", "messages", "n_predict", "num_predict"),
+    *("previous_response_id", "prompt", "prompt_logprobs", "regex", "stop_regex"),
+    *("structural_tag", "system", "template"),
+)
+
 # Values that other clients send for fields that they do not use, and that change nothing here; any
 # other value is refused by the field's name. First those of samplers and of output, at the values
 # that switch them off: fields of OpenAI, vLLM, SGLang, llama.cpp, Ollama, TGI and OpenRouter.
 NEUTRAL: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(MEANT, ()),
     **dict.fromkeys(
         (
             *("allowed_token_ids", "bad_words", "documents", "images", "logit_bias", "lora"),

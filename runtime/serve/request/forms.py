@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.request import Request
@@ -47,7 +47,19 @@ class AnswerFormat:
 
 GrammarText = Annotated[str, Field(min_length=1, max_length=MOST_GRAMMAR_CHARACTERS)]
 Choices = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_CHOICE_TEXTS)]
-JsonSchema = dict[str, Any]
+
+
+def _parsed(value: object) -> object:
+    """A schema that was sent as JSON's text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+JsonSchema = Annotated[dict[str, Any], BeforeValidator(_parsed)]
 
 
 class NamedSchema(Body):
@@ -66,16 +78,25 @@ class TextFormat(Body):
 
 
 class JsonObjectFormat(Body):
-    """Any JSON object."""
+    """Any JSON object, or as llama.cpp has it one under a schema."""
 
     type: Literal["json_object"]
+    json_schema: JsonSchema | None = Field(default=None, alias="schema")
 
 
 class JsonSchemaFormat(Body):
-    """JSON under a schema."""
+    """JSON under a schema, which llama.cpp has without a name around it."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name(cls, value: object) -> object:
+        if not isinstance(value, dict) or "json_schema" in value or "schema" not in value:
+            return value
+        others = {name: each for name, each in value.items() if name != "schema"}
+        return {**others, "json_schema": {"schema": value["schema"]}}
 
 
 ResponseFormat = Annotated[
@@ -91,6 +112,9 @@ class StructuredOutputs(Body):
     choice: Choices | None = None
     grammar: GrammarText | None = None
     json_object: bool | None = None
+    disable_any_whitespace: Ignored[Any] = None
+    disable_fallback: Ignored[Any] = None
+    whitespace_pattern: Ignored[Any] = None
 
 
 class FormatFields(Body):
@@ -117,6 +141,8 @@ def format_of(fields: FormatFields) -> AnswerFormat | None:
         named = response.json_schema
         where = "response_format.json_schema.schema"
         given.append(schema_format(named.json_schema, where, named.strict))
+    elif isinstance(response, JsonObjectFormat) and response.json_schema is not None:
+        given.append(schema_format(response.json_schema, "response_format.schema"))
     elif response is not None and not isinstance(response, TextFormat):
         given.append(AnswerFormat("json_object"))
     for schema, regex, choice, grammar in (

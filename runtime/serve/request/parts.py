@@ -133,6 +133,48 @@ def named_types(*known: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def refusals_as_text(value: object) -> object:
+    """Parts of an earlier turn in which the model refused, as its text."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {"type": "text", "text": part.get("refusal")}
+        if isinstance(part, dict) and part.get("type") == "refusal"
+        else part
+        for part in value
+    ]
+
+
+def documents_as_text(value: object) -> object:
+    """Documents whose text the client sends, and results of searches, as that text.
+
+    Both are Anthropic's; a document may have a title, and parts of its own in place of one text.
+    """
+    if not isinstance(value, list):
+        return value
+    return [part if (text := _document(part)) is None else text for part in value]
+
+
+def _document(part: object) -> dict[str, str] | None:
+    """The text part for a document or result; None for any other part."""
+    if not isinstance(part, dict) or part.get("type") not in ("document", "search_result"):
+        return None
+    source = part.get("source")
+    if part["type"] == "search_result":
+        head, content = [part.get("title"), source], part.get("content")
+    elif isinstance(source, dict) and source.get("type") in ("text", "content"):
+        head, content = [part.get("title"), part.get("context")], source.get("data")
+        content = source.get("content") if content is None else content
+    else:
+        return None
+    inner = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [each.get("text") if isinstance(each, dict) else None for each in inner]
+    if not all(isinstance(text, str) for text in texts):
+        return None
+    lines = [*(text for text in head if isinstance(text, str) and text), *texts]
+    return {"type": "text", "text": "\n".join(map(str, lines)) + "\n"}
+
+
 TextParts = Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_PARTS)]
 AnyPart = Annotated[TextPart | MediaPart, Field(discriminator="type")]
 AnyParts = Annotated[list[AnyPart], Field(fail_fast=True, max_length=MOST_PARTS)]

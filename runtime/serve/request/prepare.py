@@ -125,6 +125,7 @@ async def read_request(http: HttpRequest, schema: type[OfModel]) -> tuple[Servic
         and not body.shows_images
         and body.model_fields_set.isdisjoint(WITH_SCHEMAS)
     )
+    record_of(http).leave_out(body.left_out())
     service.check_model(body.model)
     return service, body
 
@@ -321,6 +322,11 @@ def _is_whole(call: Mapping[str, Any]) -> bool:
 def can_switch_thinking(model: ServedModel) -> bool:
     """True if the chat template knows `enable_thinking`."""
     return model.template is not None and THINKING in model.template.source
+
+
+def unheard_switch(model: ServedModel, switch: bool | None) -> list[str]:
+    """Name of the switch of thinking, where a request has it and the chat template does not."""
+    return [] if switch is None or can_switch_thinking(model) else [THINKING]
 
 
 def _with_options(model: ServedModel, request: Request, asked: Asked, record: Record) -> Request:

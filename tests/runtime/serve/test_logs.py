@@ -102,13 +102,13 @@ def test_refusals_are_logged_with_their_reason(
 ) -> None:
     url = f"{server.url}/v1/completions"
     with caplog.at_level(logging.INFO, "lowbit.serve"):
-        httpx2.post(url, json={"model": NAME, "prompt": "Hi", "mood": 1})
+        httpx2.post(url, json={"model": NAME, "prompt": "Hi", "format": 1})
         httpx2.post(url, json={"model": "y\n" * 5000, "prompt": "Hi"})
         httpx2.get(f"{server.url}/nowhere")
         httpx2.get(url, headers={"Host": "evil.example"})
         until(lambda: len(caplog.messages) == 4)
-    mood, model, nowhere, host = caplog.messages
-    assert mood.endswith("`mood` is not supported")
+    form, model, nowhere, host = caplog.messages
+    assert form.endswith("`format` is not supported")
     assert len(model) < MOST_ERROR_CHARACTERS + 100
     assert "\n" not in Line().format(caplog.records[1])
     assert "Not Found" in nowhere

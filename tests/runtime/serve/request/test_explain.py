@@ -153,7 +153,8 @@ def test_bodies_that_are_no_json_objects(raw: bytes, message: str) -> None:
 
 
 def test_long_names_and_values_are_cut() -> None:
-    found = refusal(ChatBody, **{"x" * 100_000: 1})
-    assert found.message == f"`{'x' * MOST_QUOTED}...` is not supported"
-    assert found.param == f"{'x' * MOST_QUOTED}..."
+    found = refusal(ChatBody, structured_outputs={"x" * 100_000: 1})
+    name = f"structured_outputs.{'x' * MOST_QUOTED}"[:MOST_QUOTED]
+    assert found.message == f"`{name}...` is not supported"
+    assert found.param == f"{name}..."
     assert len(ApiError(400, "x" * 100_000).message) == MOST_MESSAGE + 3

@@ -14,7 +14,7 @@ from lowbit.runtime.serve.apis.responses import ResponsesBody
 from lowbit.runtime.serve.apis.tokens import DetokenizeBody, TokenizeBody
 from lowbit.runtime.serve.app import BODIES
 from lowbit.runtime.serve.errors import ApiError
-from lowbit.runtime.serve.request.body import ModelBody
+from lowbit.runtime.serve.request.body import MEANT, ModelBody
 from lowbit.runtime.serve.request.explain import explained
 from lowbit.runtime.serve.request.prepare import parse
 
@@ -62,8 +62,7 @@ def test_lists_are_bounded_and_end_at_their_first_error(schema: type[ModelBody])
         (ChatBody, {"messages": [{"role": "user", "content": [{}] * 3000}]}),
         (ChatBody, {"logit_bias": {str(id): "x" for id in range(3000)}}),
         (ChatBody, {"stop": [1] * 3000}),
-        (ChatBody, {f"unknown{number}": 1 for number in range(3000)}),
-        (ChatBody, {"stream_options": {f"u{number}": 1 for number in range(3000)}}),
+        (ChatBody, {"structured_outputs": {f"u{number}": 1 for number in range(3000)}}),
         (CompletionBody, {"prompt": [None] * 3000}),
         (CompletionBody, {"prompt": [[1] * 3000 + ["x"]]}),
         (ResponsesBody, {"input": [{}] * 3000}),
@@ -95,7 +94,6 @@ SILENT: list[tuple[str, object, object]] = [
     ("best_of", 1, 2),
     ("min_tokens", 0, 1),
     ("skip_special_tokens", True, False),
-    ("web_search_options", None, {}),
     ("use_beam_search", False, True),
     ("length_penalty", 1.0, 2),
     ("bad_words", [], ["x"]),
@@ -116,6 +114,24 @@ def test_neutral_values_are_taken_and_others_refused(
     with pytest.raises(ApiError) as error:
         parsed(schema, **{name: meant})
     assert str(error.value.param).startswith(name)
+
+
+@pytest.mark.parametrize("schema", LEAST)
+def test_fields_that_are_not_known_are_left_out_by_name(schema: type[ModelBody]) -> None:
+    given = {"web_search_options": {"a": 1}, "mood": 1, "none": None, "empty": [], "off": False}
+    body = parsed(schema, **given)
+    assert body.left_out() == ["field mood", "field web_search_options"]
+    assert not body.ignored()
+
+
+@pytest.mark.parametrize("schema", LEAST)
+@pytest.mark.parametrize("name", sorted(MEANT))
+def test_fields_that_change_an_answer_are_not_left_out(schema: type[ModelBody], name: str) -> None:
+    if name in schema.KNOWN:
+        return
+    with pytest.raises(ApiError, match=f"`{name}` is not supported"):
+        parsed(schema, **{name: 1})
+    assert not parsed(schema, **{name: None}).left_out()
 
 
 @pytest.mark.parametrize("schema", LEAST)

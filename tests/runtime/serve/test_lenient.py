@@ -1,0 +1,196 @@
+"""Requests with one sensible reading, as other servers and clients have them, are answered."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+import pytest
+
+from lowbit.formats.text.template import ChatTemplate
+from tests.runtime.serve.conftest import LEFT_OUT, NAME, Running, post, prompt_of, turns
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+HI, BYE = turns(("user", "Hi"), ("user", "Bye"))
+PLAIN = {"enable_thinking": False}
+FLAG = {
+    "type": "object",
+    "properties": {"flag": {"type": "boolean"}},
+    "required": ["flag"],
+    "additionalProperties": False,
+}
+
+
+def assistant(**fields: Any) -> list[dict[str, Any]]:
+    """A conversation with a turn of the model."""
+    return [HI, {"role": "assistant", **fields}, BYE]
+
+
+def called(arguments: object) -> list[dict[str, Any]]:
+    """A conversation with a call, whose result has no content."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "c", "content": None}
+    return [HI, {"role": "assistant", "content": None, "tool_calls": [call]}, result, BYE]
+
+
+ALIKE: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
+    (assistant(content=None), assistant(content="")),
+    (assistant(content=None, refusal="No."), assistant(content="No.")),
+    (assistant(content="Yes.", refusal="No."), assistant(content="Yes.")),
+    (assistant(content=[{"type": "refusal", "refusal": "No."}]), assistant(content="No.")),
+    (called({"a": "ö"}), called('{"a": "ö"}')),
+]
+
+
+@pytest.mark.parametrize(("odd", "usual"), ALIKE)
+def test_history_that_clients_send_back_has_one_prompt(
+    agents: Running,
+    caplog: pytest.LogCaptureFixture,
+    odd: list[dict[str, Any]],
+    usual: list[dict[str, Any]],
+) -> None:
+    first, _ = prompt_of(agents, caplog, CHAT, messages=odd)
+    second, _ = prompt_of(agents, caplog, CHAT, messages=usual)
+    assert first == second
+
+
+DOCUMENTS: list[tuple[dict[str, Any], str]] = [
+    (
+        {
+            "type": "document",
+            "title": "Notes",
+            "source": {"type": "text", "media_type": "text/plain", "data": "It rains."},
+        },
+        "Notes\nIt rains.\nWhy?",
+    ),
+    (
+        {
+            "type": "document",
+            "source": {"type": "content", "content": [{"type": "text", "text": "It snows."}]},
+        },
+        "It snows.\nWhy?",
+    ),
+    (
+        {
+            "type": "search_result",
+            "title": "Weather",
+            "source": "a page",
+            "content": [{"type": "text", "text": "It hails."}],
+        },
+        "Weather\na page\nIt hails.\nWhy?",
+    ),
+]
+
+
+@pytest.mark.parametrize(("document", "text"), DOCUMENTS)
+def test_a_document_of_text_is_its_text(
+    agents: Running, caplog: pytest.LogCaptureFixture, document: dict[str, Any], text: str
+) -> None:
+    asked = {"role": "user", "content": [document, {"type": "text", "text": "Why?"}]}
+    prompt, found = prompt_of(agents, caplog, MESSAGES, messages=[asked])
+    assert text in prompt
+    assert LEFT_OUT not in found.headers
+
+
+def test_a_document_without_text_is_refused(agents: Running) -> None:
+    for source in ({"type": "base64", "data": "AAAA"}, {"type": "content", "content": [{}]}, 5):
+        content = [{"type": "document", "source": source}]
+        found = post(agents, MESSAGES, messages=[{"role": "user", "content": content}])
+        assert found.status_code == 400
+        assert "type `document` is not supported" in found.text
+
+
+FORMS: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"response_format": {"type": "json_object", "schema": FLAG}}),
+    (CHAT, {"response_format": {"type": "json_schema", "schema": FLAG}}),
+    (CHAT, {"guided_json": json.dumps(FLAG)}),
+    (CHAT, {"structured_outputs": {"json": json.dumps(FLAG), "disable_any_whitespace": True}}),
+    (MESSAGES, {"output_format": {"type": "json_schema", "schema": FLAG}}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), FORMS)
+def test_schemas_hold_wherever_they_stand(
+    server: Running, path: str, fields: dict[str, Any]
+) -> None:
+    found = post(server, path, messages=[HI], max_tokens=200, **PLAIN, **fields).json()
+    text = found["content"][0]["text"] if path == MESSAGES else text_of(found)
+    assert set(json.loads(text)) == {"flag"}
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    text: str = answer["choices"][0]["message"]["content"]
+    return text
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"reasoning_effort": "max"}),
+        (RESPONSES, {"reasoning": {"effort": "max", "unknown": 1}}),
+        (CHAT, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+        (MESSAGES, {"output_config": {"effort": "max", "unknown": 1}}),
+        (MESSAGES, {"thinking": {"type": "adaptive", "unknown": 1}}),
+    ],
+)
+def test_settings_may_have_new_words(server: Running, path: str, fields: dict[str, Any]) -> None:
+    name = "input" if path == RESPONSES else "messages"
+    found = post(server, path, **{name: [HI]}, **fields)
+    assert found.status_code == 200, found.text
+
+
+def test_an_empty_stop_ends_nothing(server: Running) -> None:
+    whole = post(server, CHAT, messages=[HI], **PLAIN).json()
+    for stop in ("", [""], ["", "no such text"]):
+        found = post(server, CHAT, messages=[HI], stop=stop, **PLAIN).json()
+        assert text_of(found) == text_of(whole)
+    found = post(server, MESSAGES, messages=[HI], stop_sequences=[""], **PLAIN).json()
+    assert found["stop_reason"] == "max_tokens"
+
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+@pytest.mark.parametrize("entry", [tool("second"), {"type": "function", "name": "second"}])
+def test_allowed_tools_alone_are_called(server: Running, entry: dict[str, Any]) -> None:
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [entry]}}
+    found = post(
+        server,
+        CHAT,
+        messages=[HI],
+        tools=[tool("first"), tool("second")],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        max_tokens=60,
+        **PLAIN,
+    ).json()
+    [call] = found["choices"][0]["message"]["tool_calls"]
+    # A function whose parameters are left out has none
+    assert call["function"] == {"name": "second", "arguments": "{}"}
+
+
+def test_what_the_template_does_not_know_is_left_out(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model cannot switch its thinking; a client that asks for it is answered."""
+    model = server.service.model
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    prompts = replace(model.prompts, template=template)
+    monkeypatch.setattr(server.service, "model", replace(model, prompts=prompts))
+    for path in (CHAT, MESSAGES, RESPONSES):
+        name = "input" if path == RESPONSES else "messages"
+        found = post(server, path, **{name: [HI]}, enable_thinking=False)
+        assert found.status_code == 200, found.text
+        assert found.headers[LEFT_OUT] == "enable_thinking"
+    unknown = {"enable_thinking": False, "mood": "good"}
+    found = post(server, CHAT, messages=[HI], chat_template_kwargs=unknown)
+    assert found.status_code == 200, found.text
+    assert found.headers[LEFT_OUT] == "enable_thinking, mood"
+
+
+def test_tokens_are_counted_for_the_body_of_a_message(server: Running) -> None:
+    body = {"messages": [HI], "max_tokens": 5, "temperature": 0, "stream": True}
+    url = f"{server.url}{MESSAGES}/count_tokens"
+    found = httpx2.post(url, json={"model": NAME, **body})
+    assert found.json()["input_tokens"] > 0, found.text
