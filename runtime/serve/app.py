@@ -44,6 +44,7 @@ BODIES = (
     *(tokens.TokenizeBody, tokens.DetokenizeBody),
 )
 HANDLED = (ApiError, LowbitError, HTTPException, RequestValidationError, ClientLeftError)
+V1 = "/v1"
 CLIENT_LEFT = 499  # nginx's status for a client that left; nobody reads the response
 
 
@@ -128,9 +129,15 @@ class Front:
             if isinstance(route, DirectRoute) and route.methods == {"POST"}
         }
         self._outermost = Outermost(self._direct, service)
+        # Clients put a path behind a base URL that may lack `/v1`, or have it beside the client's
+        own = [route.path for api in APIS for route in api.router.routes]
+        self._meant = {path.removeprefix(V1): path for path in own if path.startswith(V1)}
+        self._meant |= {V1 + path: path for path in self._meant.values()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or run the application's life."""
+        if (path := scope.get("path")) in self._meant:
+            scope["path"] = self._meant[path]
         direct = scope.get("method") == "POST" and scope["path"] in self._routes
         await (self._outermost if direct else self._app)(scope, receive, send)
 

@@ -36,6 +36,22 @@ def test_routes_of_get_answer_to_head(server: Running, path: str) -> None:
         assert client.get("/health").status_code == 200  # on the same connection
 
 
+@pytest.mark.parametrize("base", ["", "/v1", "/v1/v1"])
+def test_the_base_url_of_a_client_may_lack_or_double_v1(server: Running, base: str) -> None:
+    with httpx2.Client(base_url=server.url + base, timeout=60) as client:
+        assert client.get("/models").json()["data"][0]["id"] == NAME
+        for path in ("/chat/completions", "/messages"):
+            body = {"model": NAME, "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+            assert client.post(path, json=body).status_code == 200
+            wrong = client.post(path, json={**body, "messages": []}).json()
+            assert wrong.get("type") == ("error" if path == "/messages" else None)
+        assert client.get("/messages").status_code == 405
+        assert client.get("/nowhere").status_code == 404
+    with httpx2.Client(base_url=server.url) as client:
+        for path in ("/v1", "/v1/health", "/v1/v1/v1/models"):
+            assert client.get(path).status_code == 404
+
+
 def test_other_methods_are_told_those_that_fit(server: Running) -> None:
     with httpx2.Client(base_url=server.url) as client:
         wrong = client.delete("/health")
