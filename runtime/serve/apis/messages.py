@@ -9,9 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BeforeValidator, Field, Tag, TypeAdapter
 from starlette.requests import Request as HttpRequest
 
-from lowbit.formats.text.worker import Ask
 from lowbit.runtime.engine.delta import Delta, End
-from lowbit.runtime.engine.request import Request
 from lowbit.runtime.serve.answers import Collected, EventStream, collect, event, joined
 from lowbit.runtime.serve.apis.common import DirectRoute, new_id, usage_of
 from lowbit.runtime.serve.apis.docs import documented
@@ -45,14 +43,11 @@ from lowbit.runtime.serve.request.parts import (
 from lowbit.runtime.serve.request.prepare import (
     Asked,
     can_switch_thinking,
-    encode,
+    count_prompt,
     open_answers,
-    prepared,
-    read_request,
     unheard_switch,
 )
 from lowbit.runtime.serve.served_model import ServedModel
-from lowbit.runtime.serve.service import record_of
 from lowbit.runtime.serve.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 
@@ -235,19 +230,7 @@ async def create(http: HttpRequest) -> Response:
 @router.post("/v1/messages/count_tokens", **documented(CountBody, "messages"))
 async def count_tokens(http: HttpRequest) -> Response:
     """Tokens of the prompt."""
-    service, body = await read_request(http, CountBody)
-    record_of(http).ignored = body.ignored()
-    model = service.model
-    left_out: list[str] = []
-
-    async def encoded(ask: Ask) -> Request:
-        asked = asked_of(model, body)
-        left_out.extend(asked.left_out)
-        return await encode(model, asked, left_out, ask)
-
-    made = await prepared(http, body, encoded)
-    record_of(http).leave_out(left_out)
-    return JSONResponse({"input_tokens": len(made.prompt)})
+    return JSONResponse({"input_tokens": await count_prompt(http, CountBody, asked_of)})
 
 
 def asked_of(model: ServedModel, body: CountBody) -> Asked:

@@ -41,6 +41,7 @@ from lowbit.runtime.serve.request.images import read_images
 from lowbit.runtime.serve.request.prepare import (
     Asked,
     can_switch_thinking,
+    count_prompt,
     open_answers,
     unheard_switch,
 )
@@ -139,6 +140,13 @@ async def create(http: HttpRequest) -> Response:
     [one] = await collect(answers)
     output = list(output_of(one, answers.tokenizer, made.tools))
     return JSONResponse(made.ended(output, one.end))
+
+
+@router.post("/v1/responses/input_tokens", **documented(ResponsesBody, "responses"))
+async def count_tokens(http: HttpRequest) -> Response:
+    """Tokens of the prompt."""
+    count = await count_prompt(http, ResponsesBody, asked_of)
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
 ECHOED = {"tools", "tool_choice", "text"}

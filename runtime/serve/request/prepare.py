@@ -172,6 +172,29 @@ async def open_answers(
         service.engine.drop_grammar(number)
 
 
+async def count_prompt(
+    http: HttpRequest, schema: type[OfModel], asked_of: Callable[[ServedModel, OfModel], Asked]
+) -> int:
+    """Tokens of the prompt of a request.
+
+    Raises:
+        ApiError: the request cannot be served.
+        ClientLeftError: the client left meanwhile.
+    """
+    service, body = await read_request(http, schema)
+    record_of(http).ignored = body.ignored()
+    left_out: list[str] = []
+
+    async def encoded(ask: Ask) -> Request:
+        asked = asked_of(service.model, body)
+        left_out.extend(asked.left_out)
+        return await encode(service.model, asked, left_out, ask)
+
+    made = await prepared(http, body, encoded)
+    record_of(http).leave_out(left_out)
+    return len(made.prompt)
+
+
 async def prepared(
     http: HttpRequest, body: ModelBody, work: Callable[[Ask], Coroutine[Any, Any, Result]]
 ) -> Result:

@@ -83,3 +83,11 @@ def test_input_of_which_nothing_is_left_is_an_empty_one(client: Any, item: Any) 
         one, none = (client.responses.create(**fields, **more, input=i) for i in ([item], []))
         assert one.output_text == none.output_text
         assert one.usage.input_tokens == none.usage.input_tokens
+
+
+def test_tokens_of_a_prompt_are_counted(client: Any) -> None:
+    fields: dict[str, Any] = {"model": NAME, "input": "Tell me a story.", "tools": TOOL}
+    found = client.responses.input_tokens.count(**fields)
+    made = client.responses.create(**fields, max_output_tokens=1)
+    assert found.object == "response.input_tokens"
+    assert found.input_tokens == made.usage.input_tokens
