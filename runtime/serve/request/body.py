@@ -40,6 +40,7 @@ class Body(BaseModel):
     # For a field, the values that mean the same as leaving it out, as null always does
     NEUTRAL: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     KNOWN: ClassVar[frozenset[str]] = frozenset()  # names of all fields in JSON
+    NAMED: ClassVar[frozenset[str]] = frozenset()  # them, and the names in `NEUTRAL`
     # Fields that are accepted and change nothing; the log names them
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     INTEGERS: ClassVar[frozenset[str]] = frozenset()  # fields of integers, in which 100.0 is 100
@@ -49,6 +50,7 @@ class Body(BaseModel):
         """Collect the names of the fields."""
         fields = cls.model_fields.items()
         cls.KNOWN = frozenset(each.alias or name for name, each in fields)
+        cls.NAMED = cls.KNOWN | cls.NEUTRAL.keys()
         cls.INTEGERS = frozenset(
             each.alias or name for name, each in fields if _has_integer(each.annotation)
         )
@@ -132,9 +134,8 @@ class ModelBody(Body):
             ValidationError: the content breaks the schema.
         """
         names: set[str] = set()
-        known = cls.KNOWN | cls.NEUTRAL.keys()
-        unknown = content.keys() - known
-        given = {name: content[name] for name in content if name in known} if unknown else content
+        unknown = set() if content.keys() <= cls.NAMED else content.keys() - cls.NAMED
+        given = {name: content[name] for name in content.keys() - unknown} if unknown else content
         body = cls.model_validate(given, context=names)
         body._unknown = names
         body._left_out = sorted(name for name in unknown if content[name])
