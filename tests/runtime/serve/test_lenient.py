@@ -152,8 +152,10 @@ def tool(name: str, **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **fields}}
 
 
-@pytest.mark.parametrize("entry", [tool("second"), {"type": "function", "name": "second"}])
-def test_allowed_tools_alone_are_called(server: Running, entry: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["first", "second"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_allowed_tools_alone_are_called(server: Running, name: str, flat: bool) -> None:
+    entry = {"type": "function", "name": name} if flat else tool(name)
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [entry]}}
     found = post(
         server,
@@ -167,7 +169,7 @@ def test_allowed_tools_alone_are_called(server: Running, entry: dict[str, Any]) 
     ).json()
     [call] = found["choices"][0]["message"]["tool_calls"]
     # A function whose parameters are left out has none
-    assert call["function"] == {"name": "second", "arguments": "{}"}
+    assert call["function"] == {"name": name, "arguments": "{}"}
 
 
 def test_what_the_template_does_not_know_is_left_out(
