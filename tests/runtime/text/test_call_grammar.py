@@ -179,8 +179,11 @@ def test_a_text_value_ends_at_the_first_closing_tag() -> None:
 def test_a_tool_whose_parameters_are_left_out_takes_none(folder: Path) -> None:
     """As OpenAI's API has it; those of an empty schema are any."""
     for form in FORMS:
-        for fields, any_arguments in (({}, False), ({"parameters": {}}, True)):
-            tools = read_tools([{"type": "function", "function": {"name": "f", **fields}}])
+        for function, any_arguments in (
+            ({"name": "f"}, False),
+            ({"name": "f", "parameters": {}}, True),
+        ):
+            tools = read_tools([{"type": "function", "function": function}])
             matcher = Matcher(folder, form, tools=tools)
             assert matcher.accepts(written(form, call("f")))
             assert matcher.accepts(written(form, call("f", x="1", y="2"))) is any_arguments
