@@ -1,32 +1,20 @@
-"""Triton kernels run in its interpreter where there is no GPU; `gpu` tests are skipped there."""
+"""How tests are listed and handed out; without a GPU Triton's kernels run in its interpreter."""
 
 import atexit
 import gc
-import hashlib
 import logging
 import os
-import ssl
-from collections.abc import Generator, Iterator
-from functools import cache, partial
-from itertools import count
-from pathlib import Path
+from collections.abc import Generator
+from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import hypothesis
 import pytest
-import torch
-from tokenizers import Tokenizer
+from _pytest.runner import runtestprotocol
 
-from lowbit.formats.layout import rtn
 from lowbit.formats.machine.cores import core_count
-from lowbit.formats.text import tokenizer
-from lowbit.formats.text.job_queue import JobQueue
-from lowbit.formats.text.template import ChatTemplate
-from tests.hub_server import HubServer
-from tests.known_scales import Scales
-from tests.short_models import Shorten, shortened
 
-SEARCH_SCALES = rtn.search_scales
 LONGEST = "test_compile.py"
 AUTO = "PYTEST_XDIST_AUTO_NUM_WORKERS"  # variable of xdist that sets another number
 AS_ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER"  # variable in which xdist names a process
@@ -41,7 +29,17 @@ hypothesis.settings.register_profile("test", max_examples=25, **CALM)
 hypothesis.settings.register_profile("nightly", max_examples=400, **CALM)
 hypothesis.settings.load_profile("test")  # `--hypothesis-profile nightly` comes later
 
-if not torch.cuda.is_available():
+
+def _sees_gpu() -> bool:
+    """Where PyTorch is built for CPUs, its name says so: an import takes two seconds."""
+    if version("torch").endswith("+cpu"):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if not _sees_gpu():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which conftest precedes
 
 
@@ -50,6 +48,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if config.option.dist not in ("worksteal", "loadfile") or AUTO in os.environ:
         return None
     return core_count() * 3 // 2
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """One that hands out tests needs no fixtures, and starts the others at once."""
+    plugins = session.config.pluginmanager
+    if not plugins.has_plugin("dsession"):
+        plugins.import_plugin("tests.fixtures")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -91,117 +96,23 @@ def pytest_make_collect_report(
     return report
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Of a test that passes, one of several processes reports the call alone.
+
+    Who is asked for durations gets those of fixtures, too.
+    """
+    if AS_ONE_OF_SEVERAL not in os.environ or item.config.option.durations is not None:
+        return None
+    hook, place = item.ihook, {"nodeid": item.nodeid, "location": item.location}
+    hook.pytest_runtest_logstart(**place)
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            hook.pytest_runtest_logreport(report=report)
+    hook.pytest_runtest_logfinish(**place)
+    return True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # In one order everywhere; the longest first, or one of them runs alone at the end.
     items.sort(key=lambda item: (item.path.name != LONGEST, str(item.path)))
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-@pytest.fixture(scope="session")
-def _states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Names for folders; pytest would look through all its folders to number each."""
-    folder = tmp_path_factory.mktemp("states")
-    return (folder / str(number) for number in count())
-
-
-@pytest.fixture(autouse=True)
-def _state(_states: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands remember folders in a place of the test's own, not in the user's."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(next(_states)))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_process_ahead() -> Iterator[None]:
-    """A template's process starts with the first rendering; most models are loaded without one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ChatTemplate, "prepare", lambda template: None)
-        patch.setattr(JobQueue, "prepare", lambda queue, job: None)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_wait_for_the_disk() -> Iterator[None]:
-    """No test cuts the power: what is written is read back from memory."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_certificates() -> Iterator[None]:
-    """No test speaks TLS, and every client of HTTP would read them all, 40 ms each time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_, **__: None)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _scales_once() -> Iterator[None]:
-    """The same weights have the same scales, which hundreds of tests would search for again."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rtn, "search_scales", Scales().of)
-        yield
-
-
-@pytest.fixture
-def scales_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales are searched for each time, where a test looks at what that depends on."""
-    monkeypatch.setattr(rtn, "search_scales", SEARCH_SCALES)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _tokenizers_once() -> Iterator[None]:
-    """The library reads the same content once: the tokenizer it makes is never changed."""
-    parse, known = tokenizer._parse, dict[bytes, Tokenizer]()
-
-    def parsed(data: bytes, path: Path) -> Tokenizer:
-        key = hashlib.sha256(data).digest()
-        if key not in known:
-            known[key] = parse(data, path)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer, "_parse", parsed)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors this small are slower on several threads, above all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def shorten(tmp_path_factory: pytest.TempPathFactory) -> Shorten:
-    """`shorten(name)` is the folder of a bundled model with two layers, one of each kind."""
-    folder = tmp_path_factory.mktemp("short")
-    return cache(lambda name: shortened(name, folder / name))
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """A loopback model hub which huggingface_hub talks to, with an empty cache and no token."""
-    from huggingface_hub import close_session, constants
-
-    server = HubServer(tmp_path / "hub-objects")
-    for name, value in {
-        "ENDPOINT": server.endpoint,
-        "HUGGINGFACE_CO_URL_TEMPLATE": server.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
-        "HF_HUB_CACHE": str(tmp_path / "hub-cache"),
-        "HF_TOKEN_PATH": str(tmp_path / "no-token"),
-        "HF_HUB_OFFLINE": False,
-        "HF_HUB_DISABLE_XET": True,  # a transport that the loopback hub does not speak
-    }.items():
-        monkeypatch.setattr(constants, name, value)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    close_session()  # it holds the proxies of its time
-    yield server
-    close_session()
-    server.stop()
