@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {"device": "cpu", "context": 256, "max_sequences": 3, "t
 GREEDY = lowbit.SamplingParams(logprobs=2)
 DRAWN = lowbit.SamplingParams(0.8, top_k=20, seed=5, repetition_penalty=1.2, logprobs=1)
 TEXTS = ("The little dog was very happy. He", "Once upon a time there was a " * 4)
-COUNT = 20
+COUNT = 12
 Answers = list[tuple[list[int], Any]]
 
 
