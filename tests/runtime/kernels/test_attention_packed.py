@@ -39,9 +39,21 @@ MIXED: Many = ((17, 0), (64, 1), (100, 700), (128, 0), (129, 0), (300, 1))
 LATE: Many = ((300, 700), (17, 700), (129, 1), (128, 700), (100, 0), (200, 640))
 LONG: Many = ((130, 1), (257, 700))
 SHORT: Many = ((64, 700), (17, 0), (40, 1))
-# Heads, sequences, tokens with padding, sequences with empty ones.
-CASES = [(PLAIN, FEW, 64, 3), (GATED, SEVERAL, 96, 8), (SMALL, FEW[:2], 22, 16)]
-WITH_KERNELS = [(PLAIN, SEVERAL, 84, 5), (GATED, FEW, 55, 4), (SMALL, SEVERAL, 128, 16)]
+# Heads, sequences, tokens with padding, sequences with empty ones, and if pages have codes.
+CASES = [
+    (PLAIN, FEW, 64, 3, False),
+    (GATED, SEVERAL, 96, 8, True),
+    *((SMALL, FEW[:2], 22, 16, quantized) for quantized in (False, True)),
+]
+WITH_KERNELS = [
+    (PLAIN, FEW, 64, 3, True),
+    (GATED, SEVERAL, 96, 8, False),
+    *(
+        (*case, quantized)
+        for case in ((PLAIN, SEVERAL, 84, 5), (GATED, FEW, 55, 4), (SMALL, SEVERAL, 128, 16))
+        for quantized in (False, True)
+    ),
+]
 WIDE = [REAL[name] for name in ("qwen3-0.6b", "qwen3-8b", "qwen3.5-2b", "qwen2.5-0.5b")]
 ON_GPU = [
     (heads, each, width, sequences)
@@ -55,13 +67,16 @@ ON_GPU = [
 ]
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "int8"])
 @pytest.mark.parametrize(
-    ("heads", "each", "tokens", "sequences"),
+    ("heads", "each", "tokens", "sequences", "quantized"),
     [
         *CASES,
         *(pytest.param(*case, marks=pytest.mark.kernels) for case in WITH_KERNELS),
-        *(pytest.param(*case, marks=pytest.mark.gpu) for case in ON_GPU),
+        *(
+            pytest.param(*case, quantized, marks=pytest.mark.gpu)
+            for case in ON_GPU
+            for quantized in (False, True)
+        ),
     ],
     ids=str,
 )
