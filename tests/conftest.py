@@ -17,8 +17,7 @@ from lowbit.formats.machine.cores import core_count
 
 LONGEST = "test_compile.py"
 AUTO = "PYTEST_XDIST_AUTO_NUM_WORKERS"  # variable of xdist that sets another number
-AS_ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER"  # variable in which xdist names a process
-WORKER = int(os.environ.get(AS_ONE_OF_SEVERAL, "gw0").removeprefix("gw"))
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 YOUNG = 10_000  # objects that are made before the collector looks for garbage; 700 in Python itself
 
 CALM: dict[str, Any] = {
@@ -58,7 +57,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Nothing that collecting makes is garbage: the collector never looks through it.
 
     Through the libraries that tests import later it looks seldom: a tenth of the time was its.
@@ -71,10 +70,15 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         # Python would free every object of a process that is at its end: seconds that all wait for.
         # Triton's bindings list what is frozen then as leaked.
-        several = AS_ONE_OF_SEVERAL in os.environ
+        several = _is_one_of_several(session.config)
         atexit.register(partial(os._exit, 0) if several else gc.unfreeze)
         gc.set_threshold(YOUNG)
         gc.enable()
+
+
+def _is_one_of_several(config: pytest.Config) -> bool:
+    """True if xdist has started this process; a child of a test has the variable of xdist, too."""
+    return hasattr(config, "workerinput")
 
 
 def _let_loggers_propagate() -> None:
@@ -102,7 +106,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
     Who is asked for durations gets those of fixtures, too.
     """
-    if AS_ONE_OF_SEVERAL not in os.environ or item.config.option.durations is not None:
+    if not _is_one_of_several(item.config) or item.config.option.durations is not None:
         return None
     hook, place = item.ihook, {"nodeid": item.nodeid, "location": item.location}
     hook.pytest_runtest_logstart(**place)
