@@ -109,14 +109,26 @@ def alone(engine: Engine, number: int, request: Request) -> Outcome:
     return tuple(tokens), False
 
 
-def poison(model: lowbit.Model, requests: list[Request]) -> int:
-    """Make the embedding NaN of a token that few requests come across; returns its id."""
+def rare_token(model: lowbit.Model, requests: list[Request]) -> int:
+    """Id of a token that few requests come across."""
     engine = new_engine(model)
     outputs = [alone(engine, number, request)[0][:-1] for number, request in enumerate(requests)]
     seen = [sum(id in tokens for tokens in outputs) for id in range(250)]
-    id = min((id for id in range(250) if seen[id] >= 2), key=lambda id: seen[id])
-    dense_embedding(model.engine.decoder)[id] = float("nan")
-    return id
+    return min((id for id in range(250) if seen[id] >= 2), key=lambda id: seen[id])
+
+
+@dataclass
+class Poisoned:
+    """A token whose embedding is NaN, and what becomes of the requests one by one."""
+
+    token: int
+    outcomes: list[Outcome]
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[type, Poisoned]:
+    """By the class of the decoder, once it is known: ways to run it have the same outcomes."""
+    return {}
 
 
 class World:
@@ -218,18 +230,22 @@ def engine_for(
 def test_answers_are_those_of_requests_alone(
     model: lowbit.Model,
     engine_for: Callable[[NewDrafter], Engine],
+    known: dict[type, Poisoned],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    requests = kinds()
-    bad = poison(model, requests)
-    expected = [alone(new_engine(model), *each) for each in enumerate(requests)]
+    requests, decoder = kinds(), type(model.engine.decoder)
+    bad = known[decoder].token if decoder in known else rare_token(model, requests)
+    dense_embedding(model.engine.decoder)[bad] = float("nan")
+    if decoder not in known:
+        outcomes = [alone(new_engine(model), *each) for each in enumerate(requests)]
+        known[decoder] = Poisoned(bad, outcomes)
+    expected = known[decoder].outcomes
     assert 2 <= sum(nonfinite for _, nonfinite in expected) <= 17
     truths = {
         request.prompt: tokens for request, (tokens, _) in zip(requests, expected, strict=True)
     }
     engine = engine_for(guessers(truths, seed=2, wrong=bad))
     world = World(engine, requests, seed=1)
-    decoder = type(model.engine.decoder)
     each_layer: Any = decoder.each_layer
     left = [100]
     packs = Counter[int]()  # by how many prompts they have
