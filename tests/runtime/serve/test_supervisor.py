@@ -466,9 +466,7 @@ def test_a_process_that_does_not_answer_does_not_hold_up_the_end(
     async def work() -> None:
         async with staged(monkeypatch, beat_s=0.001) as stage:
             stopped, other = stage.workers
-            silent = stage.supervisor._workers[0]
-            await stage.until(lambda: silent.silent_beats > module.HUNG_BEATS)
-            assert stopped.exitcode is None
+            await stage.until(lambda: stage.supervisor._workers[0].silent_beats > module.HUNG_BEATS)
             if engine_ends:
                 stage.engine.close()
             else:
