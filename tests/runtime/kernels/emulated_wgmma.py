@@ -1,10 +1,12 @@
 """What `kernels.ptx.wgmma` wraps, in NumPy: integer products of a warpgroup, and bulk copies.
 
-A warpgroup's product is that of its warps, 16 rows each. Copies arrive at once.
+A warpgroup's product is that of its warps, 16 rows each. The target of a bulk copy is NaN until the
+program waits for its barrier, which must expect as many bytes as are copied.
 """
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,16 @@ import numpy as np
 from tests.runtime.kernels.emulated_lanes import INT, LONG, Lanes, integer_mma, lanes
 
 ROW_AT = 40  # the bit of a descriptor from which the bytes of its rows stand here
+BARRIER = 0xA5  # each byte of a barrier in shared memory
+
+
+@dataclass(slots=True)
+class Barrier:
+    """Bulk copies of a program that it waits for together."""
+
+    expected: int = 0  # bytes
+    copies: list[tuple[int, np.ndarray]] = field(default_factory=list)  # targets, and what comes
+    done: bool = False
 
 
 def codes_of(loads: Any, q: int, bits: int) -> list[Any]:
@@ -95,13 +107,42 @@ def leaves_of_wgmma(memory: Any, programs: int) -> dict[str, Callable[..., Any]]
             sums += d
         return tuple(sums)
 
+    barriers: dict[tuple[int, int], Barrier] = {}  # by program and address
+
+    def each(chosen: Any, *given: Any) -> list[tuple[int, ...]]:
+        """The program of each lane that is chosen, and what it is given."""
+        own = np.arange(programs)[:, None, None]
+        inside, *numbers = np.broadcast_arrays(np.asarray(chosen, bool), own, *given)
+        return list(zip(*(x[inside].tolist() for x in numbers), strict=True))
+
+    def init_barriers(address: Any, leader: Any, count: int) -> None:
+        for program, first in each(leader, address):
+            assert first % 8 == 0
+            memory.shared[program, first : first + 8 * count] = BARRIER
+            barriers.update({(program, first + 8 * i): Barrier() for i in range(count)})
+
+    def expect_bytes(barrier: Any, leader: Any, size: int) -> None:
+        for program, at in each(leader, barrier):
+            assert not barriers[program, at].expected, "two arrivals"
+            barriers[program, at].expected = size
+
     def bulk_copy(target: Any, source: Any, barrier: Any, leader: Any, size: int) -> None:
-        chosen = np.broadcast_to(np.asarray(leader, bool), (programs, *np.shape(leader)[1:]))
-        to, given = (np.broadcast_to(x, chosen.shape) for x in (target, source))
-        for at in np.argwhere(chosen):
-            values, start = memory.held(given[tuple(at)].reshape(1), size, reading=True)
-            begin = int(to[tuple(at)])
-            memory.shared[at[0], begin : begin + size] = values[start[0] : start[0] + size]
+        assert size % 16 == 0
+        for program, to, given, at in each(leader, target, source, barrier):
+            assert to % 16 == given % 16 == 0, "not aligned to 16 bytes"
+            values, start = memory.held(np.array([given]), size, reading=True)
+            assert to + size <= memory.shared.shape[1], "behind shared memory"
+            memory.shared[program, to : to + size] = 0xFF
+            barriers[program, at].copies.append((to, values[start[0] : start[0] + size].copy()))
+
+    def wait_bytes(barrier: Any, wanted: Any) -> None:
+        for program, at in set(each(wanted, barrier)):
+            here = barriers[program, at]
+            assert (memory.shared[program, at : at + 8] == BARRIER).all(), "overwritten"
+            assert here.done or here.expected == sum(len(x) for _, x in here.copies) > 0
+            for to, values in here.copies if not here.done else ():
+                memory.shared[program, to : to + len(values)] = values
+            here.done = True
 
     return {
         "descriptor": descriptor,
@@ -109,7 +150,7 @@ def leaves_of_wgmma(memory: Any, programs: int) -> dict[str, Callable[..., Any]]
         "multiply_group": multiply_group,
         "awaited": awaited,
         "bulk_copy": bulk_copy,
-        "init_barriers": lambda *given: None,
-        "expect_bytes": lambda *given: None,
-        "wait_bytes": lambda *given: None,
+        "init_barriers": init_barriers,
+        "expect_bytes": expect_bytes,
+        "wait_bytes": wait_bytes,
     }
