@@ -11,7 +11,7 @@ begins as NaN, and the target of a copy is NaN until the kernel has waited for t
 
 import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from threading import Condition
 from typing import Any
@@ -89,9 +89,15 @@ class Memory:
     """Tensors given to a kernel, and the shared memory of a program."""
 
     def __init__(
-        self, tensors: list[Tensor], frozen: bool = False, pushed: Condition | None = None
+        self,
+        tensors: list[Tensor],
+        frozen: bool = False,
+        pushed: Condition | None = None,
+        late: Sequence[Tensor] = (),
     ):
         self.pushed = pushed  # told of every push to a peer
+        self.late = [x.data_ptr() for x in late]
+        self.awaited = self.late.copy()  # which the program may not touch yet
         self.tensors = [(x.data_ptr(), memory_of(x)) for x in tensors]
         self.before = [(at, x.clone()) for at, x in self.tensors] if frozen else self.tensors
         self.shared = np.zeros((0, 0), np.uint8)  # [programs, bytes]
@@ -105,6 +111,7 @@ class Memory:
                 at = address - start
                 assert (at >= 0).all(), "before the tensor"
                 assert (at + size <= len(values)).all(), "behind the tensor"
+                assert start not in self.awaited, "before the programmatic wait"
                 return values.numpy(), at
         raise AssertionError("an address of no tensor")
 
@@ -172,6 +179,7 @@ def run_kernel(
     *arguments: Any,
     frozen: bool = False,
     peers: PeerMemory | None = None,
+    late: Sequence[Tensor] = (),
     **named: Any,
 ) -> None:
     """Run a kernel in place of `device.run`, many programs together.
@@ -182,12 +190,13 @@ def run_kernel(
         arguments: see `device.run`.
         frozen: no program sees what the kernel has stored in global memory, as if all ran at once.
         peers: memory of other ranks, whose kernels run in threads of their own.
+        late: tensors that no program may touch before it waits for the kernels before this one.
         named: see `device.run`.
     """
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     if peers is not None:
         tensors = [x for x in tensors if x.data_ptr() != peers.own] + peers.buffers
-    memory = Memory(tensors, frozen, None if peers is None else peers.pushed)
+    memory = Memory(tensors, frozen, None if peers is None else peers.pushed, late)
     given = [
         Pointer(memory, x.data_ptr(), x.dtype)
         if isinstance(x, Tensor)
@@ -251,6 +260,7 @@ class Emulation:
 
     def __init__(self, memory: Memory, programs: np.ndarray, grid: tuple[int, ...]):
         self.made = dict[int, Callable[..., Any]]()
+        self.memory, memory.awaited = memory, memory.late.copy()
         self.language = language(memory, programs, grid)
         self.leaves = leaves(memory, programs.shape[1])
 
@@ -270,7 +280,7 @@ class Emulation:
         if name == "gl":
             return self.language
         if name in ("gdc_wait", "gdc_launch_dependents"):
-            return lambda: None
+            return self.memory.awaited.clear if name == "gdc_wait" else lambda: None
         if type(x).__name__ == "GluonJITFunction":
             return self.function(x)
         return x.value if type(x).__name__ == "constexpr" else x

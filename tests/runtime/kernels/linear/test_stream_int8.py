@@ -13,8 +13,10 @@ from lowbit.formats.activations import activation_group, with_remainders
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.kernels.launch.int8 import SHARED, STEP_K
 from lowbit.runtime.kernels.launch.stream import StreamLaunch, stream_launch, stream_shared
-from lowbit.runtime.kernels.linear import quantize
+from lowbit.runtime.kernels.linear import gemv_int8, mma_int8, quantize
 from lowbit.runtime.kernels.linear import stream_int8 as module
+from lowbit.runtime.kernels.linear.gemv import gemv
+from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.weights.linear import PackedLinear
 from tests.runtime.kernels.emulator import run_kernel
@@ -51,7 +53,7 @@ IDS = [str(case) for case in CASES]
 @pytest.fixture(autouse=True)
 def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cpu":
-        for each in (module, quantize):
+        for each in (module, quantize, gemv_int8, mma_int8):
             monkeypatch.setattr(each, "run", run_kernel)
 
 
@@ -128,6 +130,44 @@ def test_norms_pairs_and_what_is_added(
         given["added"] = given["added"][4:9]
     some = module.stream_int8(x[4:9], tiled, launch, dtype=FP32, **given)
     assert torch.equal(some, y[4:9])
+
+
+def test_every_kernel_has_these_bits(make_packed: MakePacked, randn: Randn) -> None:
+    """Where several programs round a token, whose heads are normed, and where one does."""
+    w, x = make_packed(4, 32, 4224, 32), randn(9, 4224)
+    squares = x.float().square().view(9, -1, SQUARES, 8).sum(-1)
+    x[:, 4096:] *= 64  # the second program's
+    cases: tuple[tuple[bool, dict[str, Any]], ...] = (
+        (False, {"squares": squares, "added": randn(9, 32)}),
+        (True, {"norm": (1 + 0.3 * randn(4224)).float()}),
+    )
+    for paired, given in cases:
+        tiled = prepared(w, paired)
+        y = module.stream_int8(x, tiled, LAUNCHES[1], eps=EPS, **given)
+        assert torch.equal(mma_int8.mma_int8(x, tiled, eps=EPS, **given), y)
+        lone = {name: v if name == "norm" else v[-1:] for name, v in given.items()}
+        assert torch.equal(gemv(x[-1:], tiled, eps=EPS, **lone), y[-1:])
+
+
+def test_nothing_that_a_step_writes_is_touched_before_the_wait(
+    device: str, make_packed: MakePacked, randn: Randn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cuda":
+        pytest.skip("the emulator sees it")
+    waits = list[bool]()
+
+    def run(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> None:
+        x, words, scales, bounds, added, y = given[:6]
+        run_kernel(kernel, grid, *given, late=(x, added, y), **named)
+        with pytest.raises(AssertionError, match="before the programmatic wait"):
+            run_kernel(kernel, grid, *given, late=(words, scales, bounds), **named)
+        waits.append(True)
+
+    monkeypatch.setattr(module, "run", run)
+    tiled = prepared(make_packed(4, 80, 1024, 128))
+    x, norm, added = randn(9, 1024), randn(1024), randn(9, 80)
+    module.stream_int8(x, tiled, LAUNCHES[1], norm=norm, eps=EPS, added=added)
+    assert waits == [True]
 
 
 def test_rows_that_are_a_token_are_added(make_packed: MakePacked, randn: Randn) -> None:
