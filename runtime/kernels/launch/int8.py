@@ -1,4 +1,4 @@
-"""Launch sizes of `gemm_int8`, for nine tokens and more on Hopper.
+"""Launch sizes of `gemm_int8`, on Hopper, for products of which `stream_int8` has no launch.
 
 They are chosen by the time of a step of 128 k, measured on an H200 (LOG.md). None changes a bit.
 """

@@ -1,4 +1,4 @@
-"""gemm_int8: y = added + x @ w.T of 9 tokens or more on Hopper, with x in eight bits.
+"""gemm_int8: y = added + x @ w.T on Hopper, x in eight bits, where `stream_int8` has no launch.
 
     y[m, n] = sum_g s_x[m, g] * (s_w[n, g] * sum_k code[n, k] * q[m, k])     groups g in any order
 
