@@ -10,7 +10,7 @@ from lowbit.runtime.weights.share import Share
 from tests.runtime.kernels.meta_inputs import tiled_experts, weight, zeros
 
 MODES: dict[Any, str] = {"exact": "", "int8": " A8"}
-EVERY = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 300, 1024)  # tokens: each launch of `gemm_int8`
+EVERY = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 300, 1024)  # tokens: launches of every kernel
 EXCHANGE = {"exchange_sum", "exchange_columns", "exchange_first", "sum_pushed", "exchange_wide"}
 
 

@@ -20,6 +20,9 @@ MODELS = {
     "32B": (5120, 25600, 10240, 8192),
 }
 LARGE = ("14B", "3.5-27B", "32B")
+# Models and tokens in eight bits whose launches on Hopper are those of no other step: the share of
+# `stream_int8` follows from all sizes, and `gemv_int8` and `gemm_int8` have what it leaves.
+FEW = (("0.6B", 4), ("0.6B", 32), ("8B", 32), ("14B", 16), ("32B", 16))
 VOCABULARY = 151936
 TIGHTEST = [(8, 5120, 5120), (4, 5120, 17408)]  # of 14B, on compute capability 8.6
 # Bits, rows and columns of other real linears, whose launches are those of no table.
@@ -63,8 +66,10 @@ def in_eight_bits(full: bool) -> Iterator[str]:
     for bits, tokens in itertools.product((2, 3, 4, 8), (2, 4, 8, 16, 64, 600)):
         if full or (bits == 4 and tokens != 4):
             yield from linears("8B", bits, tokens, "int8")
+    for (model, tokens), bits in itertools.product(FEW, (4, 8)) if full else ():
+        yield from linears(model, bits, tokens, "int8")
     for bits, G in itertools.product((4, 8), (32, 64)) if full else ():
-        for tokens in (1, 8, 64, 600):
+        for tokens in (1, 8, 32, 64, 600):
             x, w = zeros(tokens, 4096), weight(bits, 4096, 4096, G, activations="int8")
             cuda.product(x, w, added=x)
             yield f"G{G} INT{bits} B{tokens} int8"
