@@ -27,10 +27,11 @@ from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.state.step import Span, Step
 from lowbit.runtime.weights.layers import AttentionLayer, DeltaLayer
-from lowbit.runtime.weights.linear import DenseLinear
+from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 from tests.runtime.kernels.expert_layers import Size, random_experts
 from tests.runtime.kernels.paged import random_pages, rows_of, step_of
 
+MakePacked = Callable[[int, int, int, int], PackedLinear]
 MakeTiled = Callable[..., TiledLinear]
 Randn = Callable[..., Tensor]
 
@@ -170,6 +171,25 @@ def test_gemvs_as_they_are_launched_wait(
     """Of weights of every size class."""
     w, residual = make_tiled(4, N, K, 128), randn(1, N)
     assert waits(lambda x: cuda.product(x, w, added=residual), randn(1, K))
+
+
+@BITS
+@pytest.mark.parametrize("tokens", [1, 8, 16, 40])
+@pytest.mark.parametrize("fused", ["added", "norm", "heads"])
+def test_products_of_rounded_inputs_wait(
+    make_packed: MakePacked, randn: Randn, bits: int, tokens: int, fused: str
+) -> None:
+    """Of tokens that programs round, and that several of a kernel before round, which is early."""
+    w = cuda.prepare(make_packed(bits, 2048, 4352, 128), inputs="int8")
+    x, residual, squares = randn(tokens, 4352), randn(tokens, 2048), torch.rand(tokens, 34, SQUARES)
+    given = {"norm": randn(4352)} if fused == "norm" else {}
+    given |= {"squares": squares.cuda()} if fused == "heads" else {}
+
+    def compute(x: Tensor, added: Tensor) -> Tensor:
+        return cuda.product(x, w, added=added, eps=EPS, **given)  # type: ignore[arg-type]
+
+    assert waits(lambda x: compute(x, residual), x, stale=True)
+    assert waits(lambda residual: compute(x, residual), residual, stale=True)
 
 
 def test_convolutions_wait(randn: Randn) -> None:
