@@ -4,8 +4,9 @@ Run: python examples/benchmarks/time_int8.py [--bits 4|8] [--launches] [TOKENS .
 
 Linears of Qwen3-8B with random weights, of which so many lie behind each other that none is in L2
 when its turn comes. `exact` and `int8` are whole products, with the kernel that makes x digits or
-rounds it; `rounding` is that kernel alone. --launches times every launch of `gemm_int8` with x
-ready, which is what `launch.int8` was made of. Kernels compile first, a process for each share of
+rounds it; `rounding` is that kernel alone. --launches times every launch of `gemm_int8`, and those
+of `stream_int8` around its own, with x ready, which is what `launch.int8` and `launch.stream` were
+made of. Kernels compile first, a process for each share of
 them: one after the other they would take minutes.
 """
 
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product as product_of
 
 import click
 import torch
@@ -22,10 +24,13 @@ from torch import Tensor
 
 from lowbit.formats.activations import activation_group
 from lowbit.runtime.backends.cuda import product
-from lowbit.runtime.kernels.launch.int8 import LAUNCHES, Int8Launch
+from lowbit.runtime.kernels.launch.device import card_of
+from lowbit.runtime.kernels.launch.int8 import LAUNCHES, SHARED, STEP_K, Int8Launch
+from lowbit.runtime.kernels.launch.stream import SPARE, StreamLaunch, stream_launch, stream_shared
 from lowbit.runtime.kernels.linear.gemm_int8 import multiply
 from lowbit.runtime.kernels.linear.program import Blocks, token_blocks
 from lowbit.runtime.kernels.linear.quantize import quantize
+from lowbit.runtime.kernels.linear.stream_int8 import multiply as stream
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, tile_bounds
 
 LINEARS = {  # rows, columns, whether paired
@@ -59,8 +64,9 @@ def places_of(w: TiledLinear, tokens: int) -> Blocks:
     return token_blocks(w.K, activation_group(w.group_size, w.K), tokens)
 
 
-def launches_of(w: TiledLinear, x: Tensor) -> Iterator[tuple[Int8Launch, Callable[..., Tensor]]]:
+def launches_of(w: TiledLinear, x: Tensor) -> Iterator[tuple[object, Callable[..., Tensor]]]:
     """Launches that the weight has room for, with their product of x, which is ready."""
+    yield from streams_of(w, x)
     for launch, _ in LAUNCHES:
         places = places_of(w, launch.tokens)
         if launch.tokens > max(16, len(x)) or places.STEPS % launch.steps:
@@ -79,6 +85,27 @@ def launches_of(w: TiledLinear, x: Tensor) -> Iterator[tuple[Int8Launch, Callabl
             run(w)
         except ValueError:  # no room
             continue
+        yield launch, run
+
+
+def streams_of(w: TiledLinear, x: Tensor) -> Iterator[tuple[StreamLaunch, Callable[..., Tensor]]]:
+    """The launch of `stream_int8`, if there is one, and others with as many tiles a program."""
+    group, steps = activation_group(w.group_size, w.K), w.K // STEP_K
+    own = stream_launch(w.bits, w.tiles, steps, group, len(x), card_of(x).multiprocessors)
+    if own is None:
+        return
+    places = places_of(w, own.tokens)
+    blocks, each = quantize(x, w.bits, places), own.program_tiles
+    for groups, tiles, ahead in product_of((1, 2, 4), (1, 2, 3), (2, 3, 4, 6, 8)):
+        rounds = -(-each // (groups * tiles))
+        launch = replace(own, groups=groups, tiles=tiles, rounds=rounds, ahead=ahead)
+        wide = launch.program_tiles > SPARE * each or ahead > -(-steps // launch.parts)
+        if wide or stream_shared(steps, group, launch).size > SHARED:
+            continue
+
+        def run(w: TiledLinear, launch: StreamLaunch = launch) -> Tensor:
+            return stream(blocks, len(x), w, places, launch)
+
         yield launch, run
 
 

@@ -289,7 +289,12 @@ def multiply(
 
     Returns:
         [M, N] or [M, N / 2]; where two rows are a token [M / 2, N] float32.
+
+    Raises:
+        ValueError: more tokens than a block has, or a weight for exact inputs.
     """
+    if M > X.TOKENS or w.bounds is None:
+        raise ValueError(f"{M} tokens for {launch}, of a weight with {w.activations} inputs")
     plan = stream_plan(w.constants, X, launch, w.paired, normed, w.remainders)
     N = w.N // 2 if w.paired else w.N
     y = torch.empty((M // 2 if w.remainders else M, N), dtype=dtype, device=blocks.device)

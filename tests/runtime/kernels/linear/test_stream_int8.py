@@ -178,6 +178,14 @@ def test_rows_that_are_a_token_are_added(make_packed: MakePacked, randn: Randn) 
     assert torch.equal(y, sums[::2] + sums[1::2])
 
 
+def test_refuses_more_tokens_than_there_is_room_for(make_packed: MakePacked, randn: Randn) -> None:
+    w, x = make_packed(4, 48, 1024, 128), randn(9, 1024)
+    with pytest.raises(ValueError, match="9 tokens"):
+        module.stream_int8(x, prepared(w), LAUNCHES[0])
+    with pytest.raises(ValueError, match="exact inputs"):
+        module.stream_int8(x[:8], prepared(w, inputs="exact"), LAUNCHES[0])
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("tokens", [3, 8, 16, 32])
 @pytest.mark.parametrize("count", [114, 132])
