@@ -1,6 +1,7 @@
 """Chat templates against transformers' own rendering."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from tokenizers import Tokenizer as HubTokenizer
 
 from lowbit.formats.errors import CheckpointError, RequestError
 from lowbit.formats.text.template import ChatTemplate, load_chat_template
-from lowbit.runtime.text.chat import Message, render_prompt
+from lowbit.runtime.text.chat import Message, knows_argument, render_prompt
 
 # Uses what Hub templates use: whitespace control, namespaces, slices, tojson, tests, raise.
 TEMPLATE = """
@@ -137,3 +138,13 @@ def test_a_template_without_the_thinking_switch_is_named() -> None:
     assert ChatTemplate("x", {}).render([USER]) == "x"
     with pytest.raises(RequestError, match="does not know `enable_thinking`"):
         ChatTemplate("x", {}).render([USER], thinking=False)
+
+
+def test_arguments_are_words_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request may bring a million of them: the template is searched once."""
+    template = ChatTemplate("{% if mood_now %}{{ wörd }}{% endif %}", {})
+    assert knows_argument(template, "mood_now")
+    assert knows_argument(template, "wörd")
+    monkeypatch.delattr(re, "findall")
+    for name in ("mood", "now", "mood_now ", ".*", "", "x" * 100_000):
+        assert not knows_argument(template, name)
