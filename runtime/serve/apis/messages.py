@@ -249,7 +249,8 @@ def asked_of(model: ServedModel, body: CountBody) -> Asked:
             messages.append({"role": turn.role, "content": turn.content})
         else:
             messages += _messages_of(turn.role, turn.content)
-    config = body.output_config.format if body.output_config is not None else body.output_format
+    config = body.output_config.format if body.output_config is not None else None
+    config = config or body.output_format
     thinking = body.thinking
     on = None if thinking is None or thinking.type == "adaptive" else thinking.type == "enabled"
     on = on if body.enable_thinking is None else body.enable_thinking

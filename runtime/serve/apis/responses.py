@@ -247,5 +247,7 @@ def _format_of(body: ResponsesBody) -> AnswerFormat | None:
     if isinstance(given, NamedSchemaFormat):
         return schema_format(given.json_schema, "text.format.schema", given.strict)
     if isinstance(given, JsonObjectFormat):
+        if given.json_schema is not None:
+            return schema_format(given.json_schema, "text.format.schema")
         return AnswerFormat("json_object", param="text.format")
     return None

@@ -106,6 +106,14 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"guided_json": json.dumps(FLAG)}),
     (CHAT, {"structured_outputs": {"json": json.dumps(FLAG), "disable_any_whitespace": True}}),
     (MESSAGES, {"output_format": {"type": "json_schema", "schema": FLAG}}),
+    (
+        MESSAGES,
+        {
+            "output_config": {"effort": "low"},
+            "output_format": {"type": "json_schema", "schema": FLAG},
+        },
+    ),
+    (RESPONSES, {"text": {"format": {"type": "json_object", "schema": FLAG}}}),
 ]
 
 
@@ -113,8 +121,14 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
 def test_schemas_hold_wherever_they_stand(
     server: Running, path: str, fields: dict[str, Any]
 ) -> None:
-    found = post(server, path, messages=[HI], max_tokens=200, **PLAIN, **fields).json()
-    text = found["content"][0]["text"] if path == MESSAGES else text_of(found)
+    shared = {"messages": [HI], "max_tokens": 200}
+    if path == RESPONSES:
+        shared = {"input": "Hi", "max_output_tokens": 200}
+    found = post(server, path, **shared, **PLAIN, **fields).json()
+    if path == RESPONSES:
+        text = found["output"][0]["content"][0]["text"]
+    else:
+        text = found["content"][0]["text"] if path == MESSAGES else text_of(found)
     assert set(json.loads(text)) == {"flag"}
 
 
