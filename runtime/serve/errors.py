@@ -89,6 +89,12 @@ def unsupported(param: str) -> ApiError:
     return invalid(f"`{param}` is not supported", param, "unsupported_parameter")
 
 
+def misspelt(param: str, meant: str) -> ApiError:
+    """The error 400 for a field whose name resembles that of another."""
+    message = f"`{param}` is not supported; is `{meant}` meant?"
+    return invalid(message, param, "unsupported_parameter")
+
+
 def of_lowbit(error: LowbitError) -> ApiError:
     """The API's error for a LowbitError: 400 for a wrong request, 500 for all others."""
     message = f"{error}; {error.hint}" if error.hint else str(error)

@@ -55,6 +55,7 @@ def with_schemas(document: dict[str, Any], *schemas: type[BaseModel]) -> dict[st
     for schema in schemas:
         found = schema.model_json_schema(ref_template=PLACE)
         known |= found.pop("$defs", {})
+        found.pop("additionalProperties", None)  # they are left out, see `ModelBody.read`
         known[schema.__name__] = found
     return document
 

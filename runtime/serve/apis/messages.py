@@ -22,6 +22,7 @@ from lowbit.runtime.serve.request.body import (
     Body,
     Ignored,
     RequestBody,
+    SettingsBody,
     StopList,
     TolerantBody,
 )
@@ -123,7 +124,7 @@ class CustomTool(TolerantBody):
     strict: bool | None = None
 
 
-class Choice(TolerantBody):
+class Choice(SettingsBody):
     """`tool_choice`."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -131,7 +132,7 @@ class Choice(TolerantBody):
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingConfig(TolerantBody):
+class ThinkingConfig(SettingsBody):
     """`thinking`."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -146,7 +147,7 @@ class SchemaFormat(Body):
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(TolerantBody):
+class OutputConfig(SettingsBody):
     """`output_config`."""
 
     effort: Ignored[Any] = None
@@ -161,7 +162,7 @@ Tools = Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
 
 
 MESSAGE = NEUTRAL | TURNS | PLAIN
-del MESSAGE["max_tokens"]  # that a prompt's tokens are counted for
+del MESSAGE["max_tokens"], MESSAGE["stop_sequences"]  # that a prompt's tokens are counted for
 
 
 class CountBody(RequestBody):

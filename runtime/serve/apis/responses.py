@@ -28,7 +28,7 @@ from lowbit.runtime.serve.request.body import (
     AnswerBody,
     Body,
     Ignored,
-    TolerantBody,
+    SettingsBody,
 )
 from lowbit.runtime.serve.request.contents import Content
 from lowbit.runtime.serve.request.forms import (
@@ -59,7 +59,7 @@ class NamedSchemaFormat(Body):
     strict: bool | None = None
 
 
-class TextConfig(TolerantBody):
+class TextConfig(SettingsBody):
     """`text`."""
 
     format: (
@@ -69,7 +69,7 @@ class TextConfig(TolerantBody):
     verbosity: Ignored[Any] = None
 
 
-class ReasoningConfig(TolerantBody):
+class ReasoningConfig(SettingsBody):
     """`reasoning`."""
 
     effort: str | None = None  # it switches thinking, by `none` or any other word
@@ -78,7 +78,7 @@ class ReasoningConfig(TolerantBody):
     context: Ignored[Any] = None
 
 
-class ResponsesStreamOptions(TolerantBody):
+class ResponsesStreamOptions(SettingsBody):
     """`stream_options`."""
 
     include_obfuscation: Ignored[bool | None] = None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar, get_a
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from lowbit.formats.sampling_ranges import MOST_BIASES
-from lowbit.runtime.serve.errors import cut
+from lowbit.runtime.serve.errors import cut, misspelt
 from lowbit.runtime.serve.request.explain import got
 from lowbit.runtime.serve.settings import MOST_CHOICES, MOST_STOP_CHARACTERS, MOST_STOPS
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 IGNORED = "ignored"
 MOST_UNKNOWN = 16  # names of unknown fields in one line of the log
+MOST_LEFT_OUT = 8  # names of unknown fields of a body in it, and in the header
+MOST_COMPARED = 128  # unknown fields that are looked at for slips; forms of clients have fewer
+LEAST_LETTERS = 5  # of a name with a slip; `top_a` is no slip of `top_k`
 # Fields of messages, items and tools that clients always send and that change no answer.
 QUIET = frozenset(
     (
@@ -103,6 +106,47 @@ class TolerantBody(Body):
             self.__pydantic_extra__.clear()
 
 
+class SettingsBody(TolerantBody):
+    """An object of settings; a misspelt field is refused, for it would change the answer."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_slips(cls, value: object) -> object:
+        if isinstance(value, dict) and (slip := slip_in(value, cls.KNOWN)) is not None:
+            raise ValueError(misspelt(*slip).message)
+        return value
+
+
+def slip_in(given: Mapping[str, object], known: Set[str]) -> tuple[str, str] | None:
+    """The first unknown name with a value that is a known one with one slip, and that one.
+
+    A name whose known one is given, too, is a client's own, as `topP` beside `top_p`.
+    """
+    unknown = sorted(name for name in given.keys() - known if given[name] is not None)
+    lacking = [(_letters(each), each) for each in sorted(known - given.keys())]
+    for name in unknown[:MOST_COMPARED]:
+        letters = _letters(name)
+        for each, meant in lacking:
+            if each == letters or (abs(len(each) - len(letters)) < 2 and _is_slip(letters, each)):
+                return name, meant
+    return None
+
+
+def _is_slip(name: str, known: str) -> bool:
+    """True where one letter is missing, added or another, or two are swapped."""
+    short, long = sorted((name, known), key=len)
+    if len(short) < LEAST_LETTERS:
+        return False
+    pairs = enumerate(zip(short, long, strict=False))
+    first = next((place for place, (a, b) in pairs if a != b), len(short))
+    a, b = short[first:], long[first:]
+    return b[1:] in (a, a[1:]) or (b[:2] == a[:2][::-1] and b[2:] == a[2:])
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
+
+
 def _has_integer(annotation: Any) -> bool:
     """True if a field's type is an integer, maybe within bounds, or null."""
     parts = get_args(annotation)
@@ -116,6 +160,11 @@ def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
     )
+
+
+def _says(value: object) -> bool:
+    """True for a value that is not empty; false and 0 may change an answer."""
+    return value is not None and value not in ("", [], {})
 
 
 class ModelBody(Body):
@@ -132,18 +181,26 @@ class ModelBody(Body):
 
         Raises:
             ValidationError: the content breaks the schema.
+            ApiError: a field's name is misspelt.
         """
         names: set[str] = set()
-        unknown = set() if content.keys() <= cls.NAMED else content.keys() - cls.NAMED
-        given = {name: content[name] for name in content.keys() - unknown} if unknown else content
-        body = cls.model_validate(given, context=names)
+        if content.keys() <= cls.NAMED:
+            body = cls.model_validate(content, context=names)
+        else:
+            unknown = {name: each for name, each in content.items() if name not in cls.NAMED}
+            given = {name: each for name, each in content.items() if name in cls.NAMED}
+            if (slip := slip_in(unknown, cls.KNOWN - cls.IGNORED - given.keys())) is not None:
+                raise misspelt(*slip)
+            body = cls.model_validate(given, context=names)
+            body._left_out = sorted(name for name, each in unknown.items() if _says(each))
         body._unknown = names
-        body._left_out = sorted(name for name in unknown if content[name])
         return body
 
     def left_out(self) -> list[str]:
         """Fields that are not known, and were given a value that is not empty."""
-        return [f"field {name}" for name in self._left_out]
+        found = [f"field {name}" for name in self._left_out[:MOST_LEFT_OUT]]
+        more = len(self._left_out) - len(found)
+        return [*found, f"{more} more fields"] if more else found
 
     def ignored(self) -> list[str]:
         """Ignored fields that were given a value, and unknown ones of messages and tools."""
@@ -225,7 +282,7 @@ def _numbers(value: object) -> object:
 Biases = Annotated[dict[str, float], Field(max_length=MOST_BIASES), BeforeValidator(_numbers)]
 
 
-class StreamOptions(TolerantBody):
+class StreamOptions(SettingsBody):
     """`stream_options`."""
 
     include_usage: bool | None = None
@@ -290,11 +347,13 @@ def sampling_options(
 # is not known is left out.
 MEANT = (
     *("adapter", "adapters", "audio", "chat_template", "context", "conversation", "ebnf"),
-    *("format", "function_call", "functions", "input", "instructions", "json_schema"),
-    *("logits_processors", "lora_path", "max_completion_tokens", "max_length", "max_new_tokens"),
-    *("max_output_tokens", "max_tokens", "messages", "n_predict", "num_predict"),
-    *("previous_response_id", "prompt", "prompt_logprobs", "regex", "stop_regex"),
-    *("structural_tag", "system", "template"),
+    *("format", "function_call", "functions", "guided_choice", "guided_grammar", "guided_json"),
+    *("guided_regex", "input", "instructions", "json_schema", "logits_processors", "lora_path"),
+    *("max_completion_tokens", "max_length", "max_new_tokens", "max_output_tokens", "max_tokens"),
+    *("messages", "n_predict", "num_predict", "output_config", "output_format"),
+    *("previous_response_id", "prompt", "prompt_logprobs", "regex", "response_format"),
+    *("stop_regex", "stop_sequences", "structural_tag", "structured_outputs", "system"),
+    *("template", "text", "tools"),
 )
 
 # Values that other clients send for fields that they do not use, and that change nothing here; any
@@ -338,6 +397,10 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "dry_allowed_length": (2,),
     "dry_base": (1.75,),
     "grammar": ("",),
+    "response_format": ({"type": "text"},),
+    "stop_sequences": ([],),
+    "text": ({}, {"format": {"type": "text"}}),
+    "tools": ([],),
     "mirostat_eta": (0.1,),
     "mirostat_tau": (5,),
     "suffix": ("",),

@@ -14,8 +14,9 @@ from lowbit.runtime.serve.apis.responses import ResponsesBody
 from lowbit.runtime.serve.apis.tokens import DetokenizeBody, TokenizeBody
 from lowbit.runtime.serve.app import BODIES
 from lowbit.runtime.serve.errors import ApiError
-from lowbit.runtime.serve.request.body import MEANT, ModelBody
+from lowbit.runtime.serve.request.body import MEANT, MOST_LEFT_OUT, ModelBody
 from lowbit.runtime.serve.request.explain import explained
+from lowbit.runtime.serve.request.forms import FormatFields
 from lowbit.runtime.serve.request.prepare import parse
 
 TURN = {"role": "user", "content": "Hi"}
@@ -120,8 +121,67 @@ def test_neutral_values_are_taken_and_others_refused(
 def test_fields_that_are_not_known_are_left_out_by_name(schema: type[ModelBody]) -> None:
     given = {"web_search_options": {"a": 1}, "mood": 1, "none": None, "empty": [], "off": False}
     body = parsed(schema, **given)
-    assert body.left_out() == ["field mood", "field web_search_options"]
+    assert body.left_out() == ["field mood", "field off", "field web_search_options"]
     assert not body.ignored()
+
+
+def test_of_many_unknown_fields_some_are_named_and_the_rest_counted() -> None:
+    body = parsed(ChatBody, **{f"u{number:04}": 1 for number in range(3000)})
+    named = [f"field u{number:04}" for number in range(MOST_LEFT_OUT)]
+    assert body.left_out() == [*named, f"{3000 - MOST_LEFT_OUT} more fields"]
+
+
+SLIPS = [
+    *[
+        ("temperatur", "temperature"),
+        ("tempperature", "temperature"),
+        ("tenperature", "temperature"),
+    ],
+    *[("temepratures", ""), ("temeprature", "temperature"), ("Top-P", "top_p"), ("topp", "top_p")],
+    *[("modle", ""), ("top_h", ""), ("temperature" * 99, "")],
+]
+
+
+@pytest.mark.parametrize("schema", LEAST)
+@pytest.mark.parametrize(("name", "meant"), SLIPS)
+@pytest.mark.parametrize("value", [0.5, 0])
+def test_misspelt_fields_are_refused(
+    schema: type[ModelBody], name: str, meant: str, value: float
+) -> None:
+    assert not parsed(schema, **{name: None}).left_out()
+    if not meant:
+        assert len(parsed(schema, **{name: value}).left_out()) == 1
+        return
+    with pytest.raises(ApiError, match=f"`{name}` is not supported; is `.*` meant") as error:
+        parsed(schema, **{name: value})
+    assert error.value.param == name
+
+
+def test_a_name_beside_the_one_that_it_resembles_is_no_slip() -> None:
+    assert parsed(ChatBody, top_p=0.5, topP=0.5).left_out() == ["field topP"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "field", "slip", "meant"),
+    [
+        (ChatBody, "stream_options", "include_usages", "include_usage"),
+        (ResponsesBody, "text", "fromat", "format"),
+        (ResponsesBody, "reasoning", "efort", "effort"),
+        (MessagesBody, "output_config", "formatt", "format"),
+    ],
+)
+def test_misspelt_settings_are_refused(
+    schema: type[ModelBody], field: str, slip: str, meant: str
+) -> None:
+    with pytest.raises(ApiError, match=f"`{field}`: `{slip}` is not supported; is `{meant}` meant"):
+        parsed(schema, **{field: {slip: 1}})
+
+
+@pytest.mark.parametrize("schema", LEAST)
+def test_no_form_of_an_answer_is_left_out(schema: type[ModelBody]) -> None:
+    forms = FormatFields.KNOWN | {"output_config", "output_format", "stop_sequences", "text"}
+    assert forms | {"tools"} <= schema.NAMED
+    assert not parsed(schema, response_format={"type": "text"}, tools=[], text={}).left_out()
 
 
 @pytest.mark.parametrize("schema", LEAST)
