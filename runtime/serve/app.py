@@ -130,16 +130,29 @@ class Front:
         }
         self._outermost = Outermost(self._direct, service)
         # Clients put a path behind a base URL that may lack `/v1`, or have it beside the client's
-        own = [route.path for api in APIS for route in api.router.routes]
-        self._meant = {path.removeprefix(V1): path for path in own if path.startswith(V1)}
-        self._meant |= {V1 + path: path for path in self._meant.values()}
+        own: list[str] = [route.path for api in APIS for route in api.router.routes]
+        meant = {path.removeprefix(V1): path for path in own if path.startswith(V1)}
+        meant |= {V1 + path: path for path in meant.values()}
+        self._meant = {sent: path for sent, path in meant.items() if "{" not in path}
+        # Of paths that end with a name, such as a model's, the part before it
+        heads = [(sent, path) for sent, path in meant.items() if "{" in path]
+        self._heads = {sent.split("{")[0]: path.split("{")[0] for sent, path in heads}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or run the application's life."""
-        if (path := scope.get("path")) in self._meant:
-            scope["path"] = self._meant[path]
+        if "path" in scope:
+            scope["path"] = self._own_path(scope["path"])
         direct = scope.get("method") == "POST" and scope["path"] in self._routes
         await (self._outermost if direct else self._app)(scope, receive, send)
+
+    def _own_path(self, path: str) -> str:
+        """The path of a route that a client means."""
+        if path in self._meant:
+            return self._meant[path]
+        for sent, head in self._heads.items():
+            if path.startswith(sent):
+                return head + path.removeprefix(sent)
+        return path
 
     async def _direct(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the endpoint of a direct route; errors are answered as FastAPI does."""

@@ -40,6 +40,8 @@ def test_routes_of_get_answer_to_head(server: Running, path: str) -> None:
 def test_the_base_url_of_a_client_may_lack_or_double_v1(server: Running, base: str) -> None:
     with httpx2.Client(base_url=server.url + base, timeout=60) as client:
         assert client.get("/models").json()["data"][0]["id"] == NAME
+        assert client.get(f"/models/{NAME}").json()["id"] == NAME
+        assert client.get("/models/a/b").json()["error"]["message"].startswith("the model `a/b`")
         for path in ("/chat/completions", "/messages"):
             body = {"model": NAME, "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
             assert client.post(path, json=body).status_code == 200
