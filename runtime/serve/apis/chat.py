@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Response
@@ -33,6 +34,7 @@ from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.body import (
     NEUTRAL,
     TURNS,
+    Body,
     Ignored,
     SamplingBody,
     TolerantBody,
@@ -184,7 +186,20 @@ class ReasoningSwitch(BaseModel):
     exclude: bool | None = None
 
 
-class ChatBody(SamplingBody, FormatFields):
+class PromptFields(Body):
+    """Fields of which a prompt is made, beside the messages."""
+
+    tools: ChatTools | None = None
+    tool_choice: Literal["auto", "none", "required"] | ChatChoice | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None  # it switches thinking, by `none` or any other word
+    thinking: ThinkingSwitch | bool | None = None
+    reasoning: ReasoningSwitch | None = None
+    preserve_thinking: bool | None = None
+
+
+class ChatBody(PromptFields, SamplingBody, FormatFields):
     """The whole body."""
 
     NEUTRAL = NEUTRAL | TURNS | {"max_tokens": (-1,)}
@@ -192,18 +207,10 @@ class ChatBody(SamplingBody, FormatFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: ChatTools | None = None
-    tool_choice: Literal["auto", "none", "required"] | ChatChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
     thinking_budget: Tokens | None = None
     thinking_token_budget: Tokens | None = None
-    reasoning_effort: str | None = None  # it switches thinking, by `none` or any other word
     include_reasoning: bool | None = None
-    thinking: ThinkingSwitch | bool | None = None
-    reasoning: ReasoningSwitch | None = None
-    preserve_thinking: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=8)] | None = None
     metadata: Ignored[Any] = None
     store: Ignored[Any] = None
@@ -300,25 +307,36 @@ def asked_of(model: ServedModel, body: ChatBody) -> Asked:
         budgets.append(body.thinking.budget_tokens)
     if body.reasoning is not None:
         budgets.append(body.reasoning.max_tokens)
-    choice, tool, functions = chat_choice_of(body.tool_choice, functions_of(body.tools))
     most = body.max_completion_tokens or body.max_tokens
-    left_out = [*_left_out(model, body), *read_images(body.contents(), model.prompts)]
-    return Asked(
-        messages=turns_of(body.messages),
-        tools=functions,
-        choice=choice,
-        tool=tool,
+    return replace(
+        prompt_of(model, body, body.messages),
         parallel=body.parallel_tool_calls is not False,
         format=format_of(body),
-        thinking=_thinking(model, body),
-        template_arguments=_arguments(model, body),
         budget=next((each for each in budgets if each is not None), None),
-        left_out=left_out,
         **sampling_options(body, most, (body.top_logprobs or 0) if body.logprobs else None),
     )
 
 
-def _left_out(model: ServedModel, body: ChatBody) -> list[str]:
+def prompt_of(model: ServedModel, fields: PromptFields, messages: Sequence[Message]) -> Asked:
+    """The prompt that a chat asks for.
+
+    Raises:
+        ApiError: an image cannot be read.
+    """
+    choice, tool, functions = chat_choice_of(fields.tool_choice, functions_of(fields.tools))
+    left_out = [*_left_out(model, fields), *read_images(contents_of(messages), model.prompts)]
+    return Asked(
+        messages=turns_of(messages),
+        tools=functions,
+        choice=choice,
+        tool=tool,
+        thinking=_thinking(model, fields),
+        template_arguments=_arguments(model, fields),
+        left_out=left_out,
+    )
+
+
+def _left_out(model: ServedModel, body: PromptFields) -> list[str]:
     """Names of tools that the prompt lacks."""
     tools = [f"tool {tool.type}" for tool in body.tools or () if isinstance(tool, SkippedPart)]
     tools += [
@@ -332,7 +350,7 @@ def _left_out(model: ServedModel, body: ChatBody) -> list[str]:
     return [*tools, *unknown, *unheard_switch(model, body.enable_thinking)]
 
 
-def _arguments(model: ServedModel, body: ChatBody) -> dict[str, Any]:
+def _arguments(model: ServedModel, body: PromptFields) -> dict[str, Any]:
     """Arguments of the chat template that it knows; `preserve_thinking` may be one."""
     given = {PRESERVE: body.preserve_thinking} if body.preserve_thinking is not None else {}
     given |= body.chat_template_kwargs or {}
@@ -343,7 +361,7 @@ def _knows(model: ServedModel, argument: str) -> bool:
     return model.template is None or knows_argument(model.template, argument)
 
 
-def _thinking(model: ServedModel, body: ChatBody) -> bool | None:
+def _thinking(model: ServedModel, body: PromptFields) -> bool | None:
     """`enable_thinking` of the template; None leaves it to the template or to its arguments."""
     if not can_switch_thinking(model):
         return None
@@ -354,7 +372,7 @@ def _thinking(model: ServedModel, body: ChatBody) -> bool | None:
     return next((switch for switch in _switches(body) if switch is not None), None)
 
 
-def _switches(body: ChatBody) -> Iterator[bool | None]:
+def _switches(body: PromptFields) -> Iterator[bool | None]:
     """Thinking on or off, as each of the other fields asks."""
     yield None if body.reasoning_effort is None else body.reasoning_effort != "none"
     thinking, reasoning = body.thinking, body.reasoning

@@ -10,29 +10,25 @@ from starlette.requests import Request as HttpRequest
 
 from lowbit.formats.text.settings import read_settings
 from lowbit.formats.text.worker import Ask
-from lowbit.runtime.serve.apis.chat import Messages, contents_of, turns_of
+from lowbit.runtime.serve.apis.chat import Messages, PromptFields, contents_of, prompt_of
 from lowbit.runtime.serve.apis.common import token_text
 from lowbit.runtime.serve.apis.docs import documented
-from lowbit.runtime.serve.apis.tools import ChatTools, functions_of
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.body import NEUTRAL, ModelBody
 from lowbit.runtime.serve.request.contents import Content
-from lowbit.runtime.serve.request.images import read_images
-from lowbit.runtime.serve.request.prepare import Asked, encode, prepared, read_request
+from lowbit.runtime.serve.request.prepare import encode, prepared, read_request
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.service import record_of, service_of
 from lowbit.runtime.serve.settings import MOST_IDS
 
 
-class TokenizeBody(ModelBody):
+class TokenizeBody(PromptFields, ModelBody):
     """A text, or messages that the chat template makes one."""
 
     NEUTRAL = NEUTRAL | {"add_generation_prompt": (True,), "continue_final_message": (False,)}
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: ChatTools | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -79,10 +75,8 @@ async def _encode(
     model: ServedModel, body: TokenizeBody, left_out: list[str], ask: Ask
 ) -> Sequence[int]:
     if body.messages is not None:
-        left_out += read_images(body.contents(), model.prompts)
-        messages, tools = turns_of(body.messages), functions_of(body.tools)
-        arguments = body.chat_template_kwargs or {}
-        asked = Asked(messages=messages, tools=tools, template_arguments=arguments)
+        asked = prompt_of(model, body, body.messages)
+        left_out += asked.left_out
         return (await encode(model, asked, left_out, ask)).prompt
     framed = body.add_special_tokens is not False
     return model.tokenizer.encode(body.prompt or "", framed=framed, context=model.context)

@@ -210,3 +210,27 @@ def test_tokens_are_counted_for_the_body_of_a_message(server: Running) -> None:
     url = f"{server.url}{MESSAGES}/count_tokens"
     found = httpx2.post(url, json={"model": NAME, **body})
     assert found.json()["input_tokens"] > 0, found.text
+
+
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"tools": [tool("second")]}}
+BOTH = [tool("first"), tool("second")]
+PROMPTS: list[dict[str, Any]] = [
+    {"enable_thinking": False},
+    {"reasoning_effort": "none"},
+    {"thinking": {"type": "disabled"}},
+    {"reasoning": {"enabled": False}},
+    {"chat_template_kwargs": {"enable_thinking": False, "mood": "good"}},
+    {"tools": BOTH},
+    {"tools": BOTH, "tool_choice": "none"},
+    {"tools": BOTH, "tool_choice": ALLOWED},
+]
+
+
+@pytest.mark.parametrize("fields", PROMPTS)
+def test_the_tokens_of_a_chat_are_those_of_its_prompt(
+    agents: Running, fields: dict[str, Any]
+) -> None:
+    found = post(agents, CHAT, messages=[HI], max_tokens=1, **fields)
+    counted = httpx2.post(f"{agents.url}/tokenize", json={"messages": [HI], **fields})
+    assert found.json()["usage"]["prompt_tokens"] == counted.json()["count"]
+    assert counted.headers.get(LEFT_OUT) == found.headers.get(LEFT_OUT)
