@@ -53,6 +53,7 @@ from lowbit.runtime.serve.request.parts import (
 from lowbit.runtime.serve.request.prepare import (
     Asked,
     can_switch_thinking,
+    effort_switch,
     open_answers,
     unheard_switch,
 )
@@ -166,6 +167,7 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_leng
 
 
 PRESERVE = "preserve_thinking"
+TYPES = {"enabled": True, "disabled": False}  # of `thinking`
 
 
 class ThinkingSwitch(BaseModel):
@@ -193,7 +195,7 @@ class PromptFields(Body):
     tool_choice: Literal["auto", "none", "required"] | ChatChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
-    reasoning_effort: str | None = None  # it switches thinking, by `none` or any other word
+    reasoning_effort: str | None = None  # see `effort_switch`
     thinking: ThinkingSwitch | bool | None = None
     reasoning: ReasoningSwitch | None = None
     preserve_thinking: bool | None = None
@@ -323,8 +325,10 @@ def prompt_of(model: ServedModel, fields: PromptFields, messages: Sequence[Messa
     Raises:
         ApiError: an image cannot be read.
     """
-    choice, tool, functions = chat_choice_of(fields.tool_choice, functions_of(fields.tools))
-    left_out = [*_left_out(model, fields), *read_images(contents_of(messages), model.prompts)]
+    functions = functions_of(fields.tools)
+    choice, tool, functions, missing = chat_choice_of(fields.tool_choice, functions)
+    left_out = [*missing, *_left_out(model, fields)]
+    left_out += read_images(contents_of(messages), model.prompts)
     return Asked(
         messages=turns_of(messages),
         tools=functions,
@@ -374,15 +378,12 @@ def _thinking(model: ServedModel, body: PromptFields) -> bool | None:
 
 def _switches(body: PromptFields) -> Iterator[bool | None]:
     """Thinking on or off, as each of the other fields asks."""
-    yield None if body.reasoning_effort is None else body.reasoning_effort != "none"
+    yield effort_switch(body.reasoning_effort)
     thinking, reasoning = body.thinking, body.reasoning
-    if isinstance(thinking, ThinkingSwitch):
-        yield {"enabled": True, "disabled": False}.get(thinking.type)
-    else:
-        yield thinking
+    yield TYPES.get(thinking.type) if isinstance(thinking, ThinkingSwitch) else thinking
     if reasoning is not None:
         yield reasoning.enabled
-        yield None if reasoning.effort is None else reasoning.effort != "none"
+        yield effort_switch(reasoning.effort)
 
 
 def _shows_reasoning(body: ChatBody) -> bool:

@@ -42,6 +42,7 @@ from lowbit.runtime.serve.request.prepare import (
     Asked,
     can_switch_thinking,
     count_prompt,
+    effort_switch,
     open_answers,
     unheard_switch,
 )
@@ -72,7 +73,7 @@ class TextConfig(SettingsBody):
 class ReasoningConfig(SettingsBody):
     """`reasoning`."""
 
-    effort: str | None = None  # it switches thinking, by `none` or any other word
+    effort: str | None = None  # see `effort_switch`
     summary: Ignored[Any] = None
     generate_summary: Ignored[Any] = None
     context: Ignored[Any] = None
@@ -218,10 +219,9 @@ def asked_of(model: ServedModel, body: ResponsesBody) -> Asked:
         messages.append({"role": "user", "content": body.input})
     else:
         messages += [*turns_of(body.input)] or [{"role": "user", "content": ""}]
-    effort = None if body.reasoning is None else body.reasoning.effort
     switch = body.enable_thinking
-    if switch is None and effort is not None:
-        switch = effort != "none"
+    if switch is None and body.reasoning is not None:
+        switch = effort_switch(body.reasoning.effort)
     return Asked(
         messages=messages,
         tools=[{"type": "function", "function": tool.function} for tool in tools],

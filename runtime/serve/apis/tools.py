@@ -5,7 +5,7 @@ namespace are offered under both names. Tools that OpenAI's servers run are left
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -170,17 +170,24 @@ ChatChoice = Annotated[NamedChoice | CustomChoice | AllowedChoice, Field(discrim
 def chat_choice_of(
     given: str | NamedChoice | CustomChoice | AllowedChoice | None,
     functions: list[dict[str, Any]],
-) -> tuple[ChoiceMode, str | None, list[dict[str, Any]]]:
-    """The choice, the function that it names, and the functions that it leaves."""
+) -> tuple[ChoiceMode, str | None, list[dict[str, Any]], list[str]]:
+    """The choice, the function that it names, those that it leaves, and what is left out of it."""
     if isinstance(given, NamedChoice):
-        return "named", given.function.name, functions
+        return "named", given.function.name, functions, []
     if isinstance(given, CustomChoice):
-        return "named", given.custom.name, functions
+        return "named", given.custom.name, functions, []
     if isinstance(given, AllowedChoice):
         names = [_name_of(tool) for tool in given.allowed_tools.tools]
         left = [each for each in functions if each["function"]["name"] in names]
-        return given.allowed_tools.mode, None, left
-    return given or "auto", None, functions  # type: ignore[return-value]
+        known = {each["function"]["name"] for each in left}
+        return given.allowed_tools.mode, None, left, _missing(names, known)
+    return given or "auto", None, functions, []  # type: ignore[return-value]
+
+
+def _missing(names: Iterable[object], known: Set[str]) -> list[str]:
+    """Names of allowed tools that no tool has."""
+    left = [name for name in names if isinstance(name, str) and name not in known]
+    return [f"allowed tool {name}" for name in left]
 
 
 def _name_of(tool: Any) -> object:
@@ -329,7 +336,7 @@ def choice_of(
             if isinstance(each, dict) and isinstance(each.get("name"), str)
         }
         left = [tool for name, tool in offered.items() if name in names]
-        return given.mode or "auto", None, left, []
+        return given.mode or "auto", None, left, _missing(sorted(names), offered.keys())
     return "auto", None, tools, [f"tool_choice {given.type}"]
 
 

@@ -3,7 +3,15 @@
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    model_validator,
+)
 
 from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime.serve.errors import cut, misspelt
@@ -253,20 +261,20 @@ class AnswerBody(RequestBody):
         return 1
 
 
-StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
+StopString = Annotated[str, Field(max_length=MOST_STOP_CHARACTERS)]
 
 
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _without_empty(value: object) -> object:
+def _without_empty(stops: list[str]) -> list[str]:
     """Stops that are no empty text, which forms of clients send and which would end nothing."""
-    return [each for each in value if each != ""] if isinstance(value, list) else value
+    return [each for each in stops if each]
 
 
 StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MOST_STOPS)]
-StopList = Annotated[StopStrings, BeforeValidator(_without_empty)]
+StopList = Annotated[StopStrings, AfterValidator(_without_empty)]
 Stops = Annotated[StopList, BeforeValidator(_as_list)]
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from lowbit.formats.errors import RequestError
+from lowbit.formats.files.strict_json import loads
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.body import Body, Ignored
@@ -54,8 +55,8 @@ def _parsed(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
+        return loads(value.encode(), nan=False)
+    except ValueError:
         return value
 
 

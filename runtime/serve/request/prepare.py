@@ -59,9 +59,10 @@ from lowbit.runtime.text.tools import form_of, knows_tools, read_json, read_tool
 WITH_SCHEMAS = frozenset(
     (
         *("tools", "response_format", "structured_outputs", "text", "output_config"),
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "output_format"),
     )
 )
+NO_EFFORT = ("none", "off", "disabled", "false")  # of reasoning, as clients write it
 OfModel = TypeVar("OfModel", bound=ModelBody)
 ForAnswers = TypeVar("ForAnswers", bound=AnswerBody)
 Result = TypeVar("Result")
@@ -345,6 +346,11 @@ def _is_whole(call: Mapping[str, Any]) -> bool:
 def can_switch_thinking(model: ServedModel) -> bool:
     """True if the chat template knows `enable_thinking`."""
     return model.template is not None and THINKING in model.template.source
+
+
+def effort_switch(effort: str | None) -> bool | None:
+    """Thinking on or off, as an effort has it; None where it says nothing."""
+    return effort.lower() not in NO_EFFORT if effort else None
 
 
 def unheard_switch(model: ServedModel, switch: bool | None) -> list[str]:

@@ -212,11 +212,43 @@ def test_tokens_are_counted_for_the_body_of_a_message(server: Running) -> None:
     assert found.json()["input_tokens"] > 0, found.text
 
 
+@pytest.mark.parametrize(
+    ("effort", "thinks"), [("None", False), ("off", False), ("", True), ("low", True)]
+)
+def test_an_effort_switches_thinking(agents: Running, effort: str, thinks: bool) -> None:
+    """Qwen3.5's template thinks by itself."""
+    chats = [
+        post(agents, CHAT, messages=[HI], max_tokens=1, **fields).json()["usage"]["prompt_tokens"]
+        for fields in (
+            {"reasoning_effort": effort},
+            {"reasoning": {"effort": effort}},
+            {"enable_thinking": thinks},
+        )
+    ]
+    found = post(agents, RESPONSES, input="Hi", reasoning={"effort": effort}).json()
+    assert {*chats, found["usage"]["input_tokens"]} == {chats[-1]}
+    other = post(agents, CHAT, messages=[HI], max_tokens=1, enable_thinking=not thinks).json()
+    assert other["usage"]["prompt_tokens"] != chats[-1]
+
+
+def test_allowed_tools_that_are_none_are_named(agents: Running) -> None:
+    entries = [{"type": "function", "name": name} for name in ("first", "frist")]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": entries}
+    flat = [{"type": "function", "name": "first"}]
+    found = post(agents, RESPONSES, input="Hi", tools=flat, tool_choice=choice)
+    assert found.headers[LEFT_OUT] == "allowed tool frist"
+    allowed = {"type": "allowed_tools", "allowed_tools": choice}
+    found = post(agents, CHAT, messages=[HI], tools=[tool("first")], tool_choice=allowed)
+    assert found.headers[LEFT_OUT] == "allowed tool frist"
+
+
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"tools": [tool("second")]}}
 BOTH = [tool("first"), tool("second")]
 PROMPTS: list[dict[str, Any]] = [
     {"enable_thinking": False},
     {"reasoning_effort": "none"},
+    {"reasoning_effort": ""},
+    {"reasoning": {"effort": "off"}},
     {"thinking": {"type": "disabled"}},
     {"reasoning": {"enabled": False}},
     {"chat_template_kwargs": {"enable_thinking": False, "mood": "good"}},

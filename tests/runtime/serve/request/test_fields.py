@@ -17,7 +17,7 @@ from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.request.body import MEANT, MOST_LEFT_OUT, ModelBody
 from lowbit.runtime.serve.request.explain import explained
 from lowbit.runtime.serve.request.forms import FormatFields
-from lowbit.runtime.serve.request.prepare import parse
+from lowbit.runtime.serve.request.prepare import WITH_SCHEMAS, parse
 
 TURN = {"role": "user", "content": "Hi"}
 CHAT = {"model": "m", "messages": [TURN]}
@@ -175,6 +175,11 @@ def test_misspelt_settings_are_refused(
 ) -> None:
     with pytest.raises(ApiError, match=f"`{field}`: `{slip}` is not supported; is `{meant}` meant"):
         parsed(schema, **{field: {slip: 1}})
+
+
+def test_no_schema_is_prepared_where_others_wait() -> None:
+    forms = FormatFields.KNOWN | {"output_config", "output_format", "text"}
+    assert forms | {"tools"} <= WITH_SCHEMAS
 
 
 @pytest.mark.parametrize("schema", LEAST)
