@@ -199,8 +199,10 @@ def wait_for(pipe: IO[bytes], event: int, seconds: float) -> None:
 
 
 def end_child(process: "subprocess.Popen[bytes]") -> None:
-    """End a child and close its pipes."""
-    process.kill()
+    """End a child, with the copy of it that may be at work, and close its pipes."""
+    if process.poll() is None:  # else its number may be another's
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # its session is its own
     for pipe in pipes_of(process):
         with contextlib.suppress(OSError):
             pipe.close()  # may hold unread jobs

@@ -1,13 +1,19 @@
 """Trials of grammars in a child process: what would end this one, or hold it up, is refused."""
 
+import contextlib
 import json
+import os
+import select
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
+from lowbit.formats.text.child_process import MEMORY_BYTES, SECONDS, ChildProcess, line_of
 from lowbit.formats.text.worker import Worker
 from lowbit.runtime.text import grammar as grammar_module
 from lowbit.runtime.text.grammar import Grammars
@@ -114,6 +120,39 @@ def test_a_trial_that_is_ended_costs_no_process(
     with pytest.raises(RequestError, match=r"takes more than 0\.01 s to prepare"):
         grammars.tried(costly)
     assert processes() == before
+
+
+def test_a_trial_that_is_stopped_ends_with_its_process() -> None:
+    """No timer ends a copy that gets no processor."""
+    child = ChildProcess("llguidance", MEMORY_BYTES)
+    child.greet(child.read_line(SECONDS))
+    vocabulary = {"do": "vocabulary", "count": 300, "special": {}, "stops": [299]}
+    child.write(line_of(vocabulary, SECONDS), SECONDS)
+    assert child.read_line(SECONDS) == b'{"value": null}'
+    costly = {f"p{n}": {"type": "integer", "multipleOf": 99_991 - 2 * n} for n in range(30)}
+    source = schema_source({"type": "object", "properties": costly})
+    trial = {
+        "do": "grammar",
+        "grammar": source.text,
+        "limits": dict(source.limits),
+        "few": 500,
+        "cpu_seconds": 60.0,
+        "stack_bytes": grammar_module.STACK_BYTES,
+    }
+    child.write(line_of(trial, SECONDS), SECONDS)
+    pid = child.process.pid
+    copies = Path(f"/proc/{pid}/task/{pid}/children")
+    while not (found := copies.read_text().split()):
+        assert not child.ended
+    copy = os.pidfd_open(int(found[0]))
+    try:
+        signal.pidfd_send_signal(copy, signal.SIGSTOP)
+        child.end()
+        assert select.select([copy], [], [], 20)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(copy, signal.SIGKILL)
+        os.close(copy)
 
 
 def test_a_grammar_is_counted_by_its_text_where_the_system_counts_no_memory(
