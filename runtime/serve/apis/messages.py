@@ -161,14 +161,10 @@ AnyTool = Annotated[
 Tools = Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
 
 
-MESSAGE = NEUTRAL | TURNS | PLAIN
-del MESSAGE["max_tokens"], MESSAGE["stop_sequences"]  # that a prompt's tokens are counted for
-
-
 class CountBody(RequestBody):
     """Everything that the prompt is made of."""
 
-    NEUTRAL = MESSAGE
+    NEUTRAL = NEUTRAL | TURNS | PLAIN
     messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     system: str | TextBlocks | None = None
     tools: Tools | None = None
@@ -177,6 +173,15 @@ class CountBody(RequestBody):
     enable_thinking: bool | None = None
     output_config: OutputConfig | None = None
     output_format: SchemaFormat | None = None  # its former name in the beta
+    # Those of a message that change nothing of its prompt
+    max_tokens: Ignored[Any] = None
+    stop_sequences: Ignored[Any] = None
+    stream: Ignored[Any] = None
+    temperature: Ignored[Any] = None
+    top_k: Ignored[Any] = None
+    top_p: Ignored[Any] = None
+    metadata: Ignored[Any] = None
+    service_tier: Ignored[Any] = None
     cache_control: Ignored[Any] = None
     context_management: Ignored[Any] = None
     diagnostics: Ignored[Any] = None
@@ -197,12 +202,11 @@ class MessagesBody(CountBody, AnswerBody):
     """The whole body."""
 
     max_tokens: Annotated[int, Field(ge=1)]
+    stream: bool | None = None
     stop_sequences: StopList | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    metadata: Ignored[Any] = None
-    service_tier: Ignored[Any] = None
 
 
 router = APIRouter(route_class=DirectRoute)

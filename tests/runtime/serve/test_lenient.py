@@ -206,10 +206,12 @@ def test_what_the_template_does_not_know_is_left_out(
 
 
 def test_tokens_are_counted_for_the_body_of_a_message(server: Running) -> None:
-    body = {"messages": [HI], "max_tokens": 5, "temperature": 0, "stream": True}
+    body = {"messages": [HI], "max_tokens": 5, "temperature": 0, "stream": True, "top_k": 1}
+    body |= {"stop_sequences": ["x"], "metadata": {"user_id": "a"}}
     url = f"{server.url}{MESSAGES}/count_tokens"
     found = httpx2.post(url, json={"model": NAME, **body})
     assert found.json()["input_tokens"] > 0, found.text
+    assert LEFT_OUT not in found.headers
 
 
 @pytest.mark.parametrize(
