@@ -29,7 +29,7 @@ from lowbit.runtime.serve.apis import (
 from lowbit.runtime.serve.apis.common import DirectRoute
 from lowbit.runtime.serve.auth import check_access, client_of
 from lowbit.runtime.serve.errors import ApiError, ClientLeftError, cut, of_lowbit
-from lowbit.runtime.serve.logs import Record, id_of
+from lowbit.runtime.serve.logs import LEFT_OUT, REQUEST_ID, Record, id_of
 from lowbit.runtime.serve.service import Service, record_of
 
 log = logging.getLogger("lowbit.serve")
@@ -81,6 +81,7 @@ def build_app(service: Service) -> App:
         allow_origins=list(service.settings.cors_origins),
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
+        expose_headers=[REQUEST_ID.decode(), LEFT_OUT.decode()],
     )
 
 

@@ -74,3 +74,6 @@ def test_origins_are_named(server: Running) -> None:
             answer = httpx2.get(f"{found.url}/health", headers={"Origin": origin})
             assert ("access-control-allow-origin" in answer.headers) == allowed
             assert answer.status_code == (200 if allowed else 403)
+        answer = httpx2.get(f"{found.url}/health", headers={"Origin": "https://example.org"})
+        shown = answer.headers["access-control-expose-headers"].split(", ")
+        assert {"x-lowbit-left-out", "x-request-id"} <= set(shown)
