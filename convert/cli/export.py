@@ -55,7 +55,8 @@ def export(
     DIR is compared with the hashes in its lowbit.json first. Codes and scales stay the same; the
     result is read back and compared with DIR before it takes its place, and what a container cannot
     express exactly is refused, or with --dequantize named. gptq and awq state one width: convert
-    for them with --method gptq+rotate --lm-head bf16, or write the others plain by --dequantize.
+    for them with --method gptq+rotate --lm-head bf16, without +rotate where the head is the
+    embedding, or write the others plain by --dequantize.
     """
     if dequantize and target not in ("gptq", "awq"):
         raise click.UsageError("--dequantize is for gptq and awq; the others mix precisions.")

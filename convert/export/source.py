@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Override
 from lowbit.formats.architectures import Config, Part, kind_of, part_of
 from lowbit.formats.errors import FormatError
@@ -199,7 +200,7 @@ def as_one(source: PackedSource, linear: Linear, bits: int) -> str | None:
     if given and all(one is not None and one.group_size is not None for one in given.values()):
         # Bits chosen by costs: --bits gives bits and groups to some linears, a choice to all.
         # A named method keeps the recipe's bits, of which the head has more than the layers.
-        return f"--method {method} {PLAIN_HEAD}"
+        return f"--method {_beside_plain_head(source, method)} {PLAIN_HEAD}"
     own = given.get(linear.module)
     if linear.bits == bits and (own is None or own.group_size is None):
         return None  # the recipe's group size does not divide its rows
@@ -223,6 +224,15 @@ def _overrides_of(source: PackedSource) -> tuple[dict[str, Override | None], str
         if packed.schemes.get(spec.module) is not None and spec.role != "mtp"
     }
     return given, recipe["method"]
+
+
+def _beside_plain_head(source: PackedSource, method: str) -> str:
+    """The method for a plain head: a head that stays the embedding rules out a rotation."""
+    manifest = source.packed.manifest
+    own = manifest is None or any(
+        tensor.name == f"{HEAD}.weight" for tensor in manifest.source_tensors
+    )
+    return method if own else str(Method.parse(method).unrotated)
 
 
 def row_blocks(linear: Linear) -> Iterator[tuple[int, int]]:

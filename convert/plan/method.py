@@ -1,6 +1,6 @@
 """Methods that `--method` names: the choice of codes, and training after it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from lowbit.formats.errors import QuantizationError
@@ -44,6 +44,11 @@ class Method:
     def calibrated(self) -> bool:
         """Tell whether it needs a text."""
         return self not in (RTN, ABSMAX)
+
+    @property
+    def unrotated(self) -> "Method":
+        """The same steps without a rotation."""
+        return replace(self, rotate=False)
 
     def scale_rule(self, positive: bool = False) -> ScaleRule:
         """The choice of scales; `positive` asks for positive ones alone."""

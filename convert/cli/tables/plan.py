@@ -141,7 +141,10 @@ def _use_lines(made: Plan) -> Iterator[str | Text]:
 def _one_scheme_needs(ahead: Estimate) -> str:
     """Needs of containers with one scheme for all linears; empty where there are none."""
     if ahead.effort is not None and ahead.effort.way.costs is not None:
-        return f"convert with --method {ahead.effort.way.method} --lm-head bf16"
+        method = ahead.effort.way.method
+        if any(step.rereads for step in ahead.plan.steps):  # plain, the head stays the embedding
+            method = method.unrotated
+        return f"convert with --method {method} --lm-head bf16"
     misfits = one_scheme_misfits(ahead.plan)
     return f"needs --dequantize for {', '.join(misfits)}" if misfits else ""
 

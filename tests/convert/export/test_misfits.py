@@ -202,6 +202,27 @@ def test_spans(numbers: list[int], text: str) -> None:
     assert spans(numbers) == text
 
 
+@pytest.mark.parametrize(
+    ("tied", "advised"), [(True, "gptq+autoround"), (False, "gptq+rotate+autoround")]
+)
+def test_a_plain_head_that_is_the_embedding_rules_out_a_rotation(
+    tmp_path: Path, small: Path, tiny: Path, tied: bool, advised: str
+) -> None:
+    original = tiny if tied else small
+    checkpoint = open_checkpoint(original)
+    sets = fused_sets(checkpoint.config, checkpoint.tensors)
+    wanted = {one.name: Scheme(8 if one.kind == "self_attn.qkv" else 4, 32) for one in sets}
+    chosen = tuple(Override.of(*each) for each in patterns_for(sets, wanted))
+    convert(original, tmp_path / "packed", Recipe(group_size=32, overrides=chosen))
+    stated = tmp_path / "packed" / "lowbit.json"
+    stated.write_text(
+        stated.read_text().replace('"method": "rtn"', '"method": "gptq+rotate+autoround"')
+    )
+    with pytest.raises(FormatError, match="cannot hold") as caught:
+        export(tmp_path / "packed", tmp_path / "out", "gptq")
+    assert f"; convert with --method {advised} --lm-head bf16; or" in str(caught.value.hint)
+
+
 @pytest.mark.parametrize("target", ["gptq", "awq"])
 def test_chosen_bits_name_the_method_that_keeps_one_width(
     tmp_path: Path, small: Path, target: Target

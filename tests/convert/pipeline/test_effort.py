@@ -202,6 +202,14 @@ def succeeded(done: Result) -> Result:
     return done
 
 
+def test_plan_rotates_no_model_whose_plain_head_is_the_embedding(
+    cli_as_typed: Cli, tiny: Path
+) -> None:
+    shown = " ".join(succeeded(cli_as_typed("plan", tiny, *CPU)).stdout.split())
+    assert "gptq+rotate (used)" in shown
+    assert "gptq or awq: convert with --method gptq --lm-head bf16; mlx and gguf" in shown
+
+
 def test_plan_shows_the_effort(cli_as_typed: Cli, source: Path) -> None:
     shown = " ".join(succeeded(cli_as_typed("plan", source, *CPU)).stdout.split())
     assert "gptq or awq: convert with --method gptq+rotate --lm-head bf16; mlx and gguf" in shown
