@@ -200,6 +200,18 @@ def vllm_reasons(linears: Iterable[tuple[str, tuple[int, ...], Scheme]]) -> list
     return [f"{reason}: `{names[0]}`{and_more(names)}" for reason, names in reasons.items()]
 
 
+def why_not_exported(plan: Plan) -> str | None:
+    """Reason why no export takes the result; None where one does."""
+    for module, scheme in plan.schemes.items():
+        if scheme is None:
+            continue
+        if is_embedding(module):
+            return f"a packed embedding: `{module}`"
+        if scheme.bits not in COMMON_BITS:
+            return f"{scheme.bits}-bit weights: `{module}`"
+    return None
+
+
 def one_scheme_misfits(plan: Plan) -> list[str]:
     """Kinds of linears that GPTQ or AWQ has no place for, `lm_head (INT8 g128)`.
 

@@ -24,6 +24,7 @@ from lowbit.convert.plan.compatibility import (
     transformers_verdict,
     use_by_vllm,
     vllm_verdict,
+    why_not_exported,
 )
 from lowbit.convert.plan.effort import EffortPlan
 from lowbit.convert.plan.plan import Plan, TensorPlan
@@ -58,7 +59,9 @@ def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
         console.print(f"--report compares logits on about {report.tokens:,} tokens: {spent}")
     for use in _use_lines(made):
         console.print(use)
-    if needs := _one_scheme_needs(ahead):
+    if refused := why_not_exported(made):
+        console.print(f"export: refused, {refused}")
+    elif needs := _one_scheme_needs(ahead):
         console.print(f"export to gptq or awq: {needs}; mlx and gguf need nothing")
 
 

@@ -210,6 +210,22 @@ def test_plan_rotates_no_model_whose_plain_head_is_the_embedding(
     assert "gptq or awq: convert with --method gptq --lm-head bf16; mlx and gguf" in shown
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--recipe", "int3"), "3-bit weights: `model.layers.0.mlp.gate_proj`"),
+        (("--embedding", "int8"), "a packed embedding: `model.embed_tokens`"),
+    ],
+)
+def test_plan_names_what_no_export_takes(
+    cli_as_typed: Cli, source: Path, options: tuple[str, str], reason: str
+) -> None:
+    done = succeeded(cli_as_typed("plan", source, *CPU, "--method", "rtn", *options))
+    shown = " ".join(done.stdout.split())
+    assert f"export: refused, {reason}" in shown
+    assert "mlx and gguf need nothing" not in shown
+
+
 def test_plan_shows_the_effort(cli_as_typed: Cli, source: Path) -> None:
     shown = " ".join(succeeded(cli_as_typed("plan", source, *CPU)).stdout.split())
     assert "gptq or awq: convert with --method gptq+rotate --lm-head bf16; mlx and gguf" in shown
