@@ -10,6 +10,7 @@ from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.formatting import kl, percent
 from lowbit.convert.report.linears import worst
+from lowbit.convert.report.verdict import MOST_BITS
 from lowbit.convert.texts.evaluation import bundled_hashes
 from lowbit.formats.architectures.names import MTP_PREFIX
 
@@ -55,10 +56,11 @@ def _warnings(report: QualityReport) -> Iterator[str]:
         middle = median(row.relative_l2 for row in alike)
         beyond = [row for row in worst(alike, len(alike)) if row.relative_l2 > OUTLIER * middle]
         if beyond:
+            cure = "more bits" if bits < MOST_BITS else "smaller groups, or weights as stored"
             yield (
                 f"{_first(beyond)}: relative error {percent(beyond[0].relative_l2)}, more than "
                 f"{OUTLIER:g} times the median of the {bits}-bit linears ({percent(middle)}); "
-                f"more bits there may pay."
+                f"{cure} there may pay."
             )
     clipped = [row for row in rows if row.clipped_share > MUCH_CLIPPING]
     if clipped:

@@ -27,11 +27,13 @@ def test_nothing_to_say_about_a_good_file() -> None:
     assert warnings_of(make_report()) == []
 
 
-def test_outliers_are_found_among_equal_bits() -> None:
-    rows = [linear(f"model.layers.{n}.mlp.up_proj", error=0.1) for n in range(9)]
-    rows += [linear("model.layers.9.mlp.down_proj", error=0.3), linear("lm_head", 8, 0.006)]
+@pytest.mark.parametrize(("bits", "cure"), [(4, "more bits"), (8, "or weights as stored")])
+def test_outliers_are_found_among_equal_bits(bits: int, cure: str) -> None:
+    rows = [linear(f"model.layers.{n}.mlp.up_proj", bits, 0.1) for n in range(9)]
+    rows += [linear("model.layers.9.mlp.down_proj", bits, 0.3), linear("lm_head", 12 - bits, 0.006)]
     (sentence,) = warnings_of(make_report(tuple(rows)))
     assert sentence.startswith("model.layers.9.mlp.down_proj: relative error 30.00 %")
+    assert sentence.endswith(f"{cure} there may pay.")
 
 
 def test_clipping_and_lower_perplexity() -> None:
