@@ -20,6 +20,7 @@ from lowbit.runtime.serve.request.body import (
     TURNS,
     AnswerBody,
     Body,
+    DrawFields,
     Ignored,
     RequestBody,
     SettingsBody,
@@ -180,6 +181,12 @@ class CountBody(RequestBody):
     temperature: Ignored[Any] = None
     top_k: Ignored[Any] = None
     top_p: Ignored[Any] = None
+    min_p: Ignored[Any] = None
+    presence_penalty: Ignored[Any] = None
+    frequency_penalty: Ignored[Any] = None
+    repetition_penalty: Ignored[Any] = None
+    repeat_penalty: Ignored[Any] = None
+    seed: Ignored[Any] = None
     metadata: Ignored[Any] = None
     service_tier: Ignored[Any] = None
     cache_control: Ignored[Any] = None
@@ -198,15 +205,12 @@ class CountBody(RequestBody):
         ]
 
 
-class MessagesBody(CountBody, AnswerBody):
+class MessagesBody(DrawFields, CountBody, AnswerBody):
     """The whole body."""
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
     stop_sequences: StopList | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
 
 
 router = APIRouter(route_class=DirectRoute)
@@ -359,7 +363,7 @@ def _result_of(block: ToolResult) -> Turned:
 def _answer_options(body: MessagesBody) -> dict[str, Any]:
     """Fields of `Asked` that a body has beside those of its prompt."""
     return {
-        "sampling": {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k},
+        "sampling": body.sampling(),
         "max_new_tokens": body.max_tokens,
         "stops": tuple(body.stop_sequences or ()),
     }

@@ -27,6 +27,7 @@ from lowbit.runtime.serve.request.body import (
     TURNS,
     AnswerBody,
     Body,
+    DrawFields,
     Ignored,
     SettingsBody,
 )
@@ -89,17 +90,13 @@ LOGPROBS = "message.output_text.logprobs"
 INCLUDES = ("reasoning.encrypted_content", LOGPROBS)
 
 
-class ResponsesBody(AnswerBody):
+class ResponsesBody(DrawFields, AnswerBody):
     """The whole body; nothing is stored, so nothing of an earlier response can be named."""
 
     NEUTRAL = NEUTRAL | TURNS | PLAIN
     input: str | Items
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = None
     tools: Tools | None = None
@@ -231,12 +228,7 @@ def asked_of(model: ServedModel, body: ResponsesBody) -> Asked:
         format=_format_of(body),
         thinking=switch if can_switch_thinking(model) else None,
         left_out=left_out,
-        sampling={
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "presence_penalty": body.presence_penalty,
-            "frequency_penalty": body.frequency_penalty,
-        },
+        sampling=body.sampling(),
         max_new_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if logged else None,
     )

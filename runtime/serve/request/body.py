@@ -297,12 +297,9 @@ class StreamOptions(SettingsBody):
     include_obfuscation: Ignored[bool | None] = None
 
 
-class SamplingBody(AnswerBody):
-    """Fields by which tokens are chosen; those left out are the model's own."""
+class DrawFields(Body):
+    """Fields by which each token is drawn; those left out are the model's own."""
 
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    stream_options: StreamOptions | None = None
-    stop: Stops | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -310,8 +307,29 @@ class SamplingBody(AnswerBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    repeat_penalty: float | None = None
+    repeat_penalty: float | None = None  # llama.cpp's and Ollama's name
     seed: int | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """Them by the names of `SamplingParams`."""
+        drawn = {name: getattr(self, name) for name in DRAWN}
+        if self.repetition_penalty is None:
+            drawn["repetition_penalty"] = self.repeat_penalty
+        return drawn
+
+
+DRAWN = (
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+
+
+class SamplingBody(DrawFields, AnswerBody):
+    """Fields that OpenAI's chats and completions have in common."""
+
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stream_options: StreamOptions | None = None
+    stop: Stops | None = None
     logit_bias: Biases | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=64)] | None = None
@@ -324,12 +342,6 @@ class SamplingBody(AnswerBody):
         return self.n or 1
 
 
-SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
-
-
 def sampling_options(
     body: SamplingBody, max_new_tokens: int | None, logprobs: int | None
 ) -> dict[str, Any]:
@@ -338,11 +350,8 @@ def sampling_options(
     Args:
         logprobs: number of likeliest tokens to report for each token; None reports none.
     """
-    sampling = {name: getattr(body, name) for name in SAMPLING}
-    if body.repetition_penalty is None:
-        sampling["repetition_penalty"] = body.repeat_penalty  # llama.cpp's and Ollama's name
     return {
-        "sampling": sampling,
+        "sampling": {**body.sampling(), "logit_bias": body.logit_bias},
         "max_new_tokens": max_new_tokens,
         "stops": tuple(body.stop or ()),
         "stop_ids": tuple(body.stop_token_ids or ()),

@@ -207,7 +207,7 @@ def test_what_the_template_does_not_know_is_left_out(
 
 def test_tokens_are_counted_for_the_body_of_a_message(server: Running) -> None:
     body = {"messages": [HI], "max_tokens": 5, "temperature": 0, "stream": True, "top_k": 1}
-    body |= {"stop_sequences": ["x"], "metadata": {"user_id": "a"}}
+    body |= {"stop_sequences": ["x"], "metadata": {"user_id": "a"}, "seed": 1, "min_p": 0.1}
     url = f"{server.url}{MESSAGES}/count_tokens"
     found = httpx2.post(url, json={"model": NAME, **body})
     assert found.json()["input_tokens"] > 0, found.text
@@ -268,3 +268,37 @@ def test_the_tokens_of_a_chat_are_those_of_its_prompt(
     counted = httpx2.post(f"{agents.url}/tokenize", json={"messages": [HI], **fields})
     assert found.json()["usage"]["prompt_tokens"] == counted.json()["count"]
     assert counted.headers.get(LEFT_OUT) == found.headers.get(LEFT_OUT)
+
+
+DRAWN = {"temperature": 1.5, "top_k": 200, "min_p": 0.01, "repetition_penalty": 1.1}
+ASKED: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [HI], "max_tokens": 16},
+    MESSAGES: {"messages": [HI], "max_tokens": 16},
+    RESPONSES: {"input": "Hi", "max_output_tokens": 16},
+}
+
+
+def drawn_text(server: Running, path: str, **fields: Any) -> str:
+    """The text of an answer that heeds all fields."""
+    made = post(server, path, **ASKED[path], **fields)
+    assert LEFT_OUT not in made.headers
+    found = made.json()
+    if path == CHAT:
+        return str(found["choices"][0]["message"]["content"])
+    return str((found["output"][0] if path == RESPONSES else found)["content"][0]["text"])
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_seed_draws_the_same_answer_in_every_api(server: Running, path: str) -> None:
+    assert drawn_text(server, path, **DRAWN, seed=7) == drawn_text(server, path, **DRAWN, seed=7)
+    assert len({drawn_text(server, path, **DRAWN, seed=seed) for seed in range(4)}) > 1
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_settings_of_drawing_hold_in_every_api(server: Running, path: str) -> None:
+    """One token is left to draw, whatever the seed; what is out of range is refused."""
+    one = {"temperature": 2, "top_k": 1}
+    assert len({drawn_text(server, path, **one, seed=seed) for seed in range(3)}) == 1
+    refused = post(server, path, **ASKED[path], min_p=2)
+    assert refused.status_code == 400
+    assert "min_p" in refused.text
