@@ -1,4 +1,4 @@
-"""How tests are listed and handed out; without a GPU Triton's kernels run in its interpreter."""
+"""Listing and handing out of tests; without a GPU Triton's kernels run in its interpreter."""
 
 import atexit
 import gc
@@ -30,7 +30,7 @@ hypothesis.settings.load_profile("test")  # `--hypothesis-profile nightly` comes
 
 
 def _sees_gpu() -> bool:
-    """Where PyTorch is built for CPUs, its name says so: an import takes two seconds."""
+    """True with a CUDA device; a PyTorch built for CPUs is not imported: that takes seconds."""
     if version("torch").endswith("+cpu"):
         return False
     import torch
@@ -102,7 +102,7 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Of a test that passes, one of several processes reports the call alone.
+    """The reports of a test: of one that passes, one of several processes makes the call's alone.
 
     Who is asked for durations gets those of fixtures, too.
     """

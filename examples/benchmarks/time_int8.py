@@ -6,8 +6,8 @@ Linears of Qwen3-8B with random weights, of which so many lie behind each other 
 when its turn comes. `exact` and `int8` are whole products, with the kernel that makes x digits or
 rounds it; `rounding` is that kernel alone. --launches times every launch of `gemm_int8`, and those
 of `stream_int8` around its own, with x ready, which is what `launch.int8` and `launch.stream` were
-made of. Kernels compile first, a process for each share of
-them: one after the other they would take minutes.
+made of. Kernels compile first, a process for each share of them: one after the other they would
+take minutes.
 """
 
 import subprocess

@@ -135,7 +135,7 @@ class Front:
         meant = {path.removeprefix(V1): path for path in own if path.startswith(V1)}
         meant |= {V1 + path: path for path in meant.values()}
         self._meant = {sent: path for sent, path in meant.items() if "{" not in path}
-        # Of paths that end with a name, such as a model's, the part before it
+        # The part before the name in paths that end with one, such as a model's
         heads = [(sent, path) for sent, path in meant.items() if "{" in path]
         self._heads = {sent.split("{")[0]: path.split("{")[0] for sent, path in heads}
 

@@ -12,8 +12,8 @@ from lowbit.runtime.kernels.launch.int8 import SHARED, STEP_K
 LEAST_ROOM, MOST_ROOM = 8, 32  # tokens that a launch has room for, powers of two
 FEW_TILES = 3  # of a program: its warps share all of them, and products of 32 tokens gain
 WARPS = 8  # of a program, which leaves each thread all the registers there are
-# Of a weight with more tiles, warps in two groups take two tiles at a time; or one, where two would
-# leave so much more than there is.
+# Groups of warps where a program has more tiles, each of which takes two at a time; or one, where
+# two leave more spare tiles than one does by this factor.
 GROUPS, SPARE = 2, 1.15
 
 

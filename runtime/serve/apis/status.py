@@ -89,7 +89,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "id": name,
         "object": "model",
         "created": service.created,
-        # As Anthropic's API has them
+        # Names of Anthropic's API
         "type": "model",
         "display_name": name,
         "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),

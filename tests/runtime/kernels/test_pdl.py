@@ -179,7 +179,7 @@ def test_gemvs_as_they_are_launched_wait(
 def test_products_of_rounded_inputs_wait(
     make_packed: MakePacked, randn: Randn, bits: int, tokens: int, fused: str
 ) -> None:
-    """Of tokens that programs round, and that several of a kernel before round, which is early."""
+    """Products wait for tokens that their programs round, and that a kernel before rounds."""
     w = cuda.prepare(make_packed(bits, 2048, 4352, 128), inputs="int8")
     x, residual, squares = randn(tokens, 4352), randn(tokens, 2048), torch.rand(tokens, 34, SQUARES)
     given = {"norm": randn(4352)} if fused == "norm" else {}

@@ -39,7 +39,7 @@ ON_GPU = [
     Case(4, 4112, 9728, 256),
     Case(4, 48, 11008, 64, FP32),
 ]
-# Of tiles: more than there are, some of which are nobody's; of steps: fewer than warps, and more.
+# More tiles than there are, some of which are nobody's; fewer steps than warps, and more.
 LAUNCHES = [
     StreamLaunch(8, 8, 1, 3, 1, 2),
     StreamLaunch(16, 8, 2, 2, 2, 3),
@@ -133,7 +133,7 @@ def test_norms_pairs_and_what_is_added(
 
 
 def test_every_kernel_has_these_bits(make_packed: MakePacked, randn: Randn) -> None:
-    """Where several programs round a token, whose heads are normed, and where one does."""
+    """Tokens with normed heads, which several programs round, or one."""
     w, x = make_packed(4, 32, 4224, 32), randn(9, 4224)
     squares = x.float().square().view(9, -1, SQUARES, 8).sum(-1)
     x[:, 4096:] *= 64  # the second program's
