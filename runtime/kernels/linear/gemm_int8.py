@@ -422,8 +422,7 @@ def multiply(
     plan = int8_gemm_plan(w.constants, X, launch, w.paired, normed, w.remainders)
     if w.bounds is None or w.arrived is None:
         raise ValueError("a weight that was not prepared for activations in eight bits")
-    N = w.N // 2 if w.paired else w.N
-    y = torch.empty((M // 2 if w.remainders else M, N), dtype=dtype, device=blocks.device)
+    y = w.new_product(M, dtype)
     count = -(-M // X.TOKENS)
     units = -(-w.tiles * TILE // (ROWS * launch.row_groups)) * count
     programs = min(units, launch.programs * card_of(blocks).multiprocessors)
@@ -451,11 +450,11 @@ def multiply(
         parts,
         w.arrived,
         M,
-        N,
+        w.outputs,
         w.tiles,
         units,
         count,
-        0 if added is None or added.shape[0] == 1 else N,
+        0 if added is None or added.shape[0] == 1 else w.outputs,
         divided,
         launch.sharers,
         PLAN=plan,

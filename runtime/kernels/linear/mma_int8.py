@@ -112,8 +112,7 @@ def mma_int8(
     codes = quantize(x, w.bits, plan.X, norm=norm, squares=squares, eps=eps)
     blocks = -(-M // plan.X.TOKENS)
     row_blocks = -(-w.tiles // (plan.WARPS // plan.BESIDE * plan.TILES))
-    N = w.N // 2 if w.paired else w.N
-    y = torch.empty((M // 2 if w.remainders else M, N), dtype=dtype, device=x.device)
+    y = w.new_product(M, dtype)
     run(
         _mma_int8_kernel,
         (row_blocks * blocks,),
@@ -124,10 +123,10 @@ def mma_int8(
         None if added is None else added.view(torch.int32),
         y if dtype == torch.float32 else y.view(torch.int32),
         M,
-        N,
+        w.outputs,
         w.tiles,
         blocks,
-        0 if added is None or added.shape[0] == 1 else N,
+        0 if added is None or added.shape[0] == 1 else w.outputs,
         NORM=norm is not None,
         PLAN=plan,
         num_warps=plan.WARPS,

@@ -296,8 +296,7 @@ def multiply(
     if M > X.TOKENS or w.bounds is None:
         raise ValueError(f"{M} tokens for {launch}, of a weight with {w.activations} inputs")
     plan = stream_plan(w.constants, X, launch, w.paired, normed, w.remainders)
-    N = w.N // 2 if w.paired else w.N
-    y = torch.empty((M // 2 if w.remainders else M, N), dtype=dtype, device=blocks.device)
+    y = w.new_product(M, dtype)
     run(
         _stream_int8_kernel,
         (-(-w.tiles // launch.program_tiles),),
@@ -308,9 +307,9 @@ def multiply(
         None if added is None else added.view(torch.int32),
         y if dtype == torch.float32 else y.view(torch.int32),
         M,
-        N,
+        w.outputs,
         w.tiles,
-        0 if added is None or added.shape[0] == 1 else N,
+        0 if added is None or added.shape[0] == 1 else w.outputs,
         PLAN=plan,
         num_warps=launch.warps,
         maxnreg=card_of(blocks).register_cap(REGISTERS),

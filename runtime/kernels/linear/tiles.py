@@ -84,6 +84,16 @@ class TiledLinear:
         return self.bits, self.tiles, self.steps, self.paired
 
     @property
+    def outputs(self) -> int:
+        """Columns of a product: the rows, or half of them where gate and up become one."""
+        return self.N // 2 if self.paired else self.N
+
+    def new_product(self, M: int, dtype: torch.dtype) -> Tensor:
+        """Room for the product of M rows of x, two of which are a token where it has remainders."""
+        rows = M // 2 if self.remainders else M
+        return torch.empty((rows, self.outputs), dtype=dtype, device=self.words.device)
+
+    @property
     def size_bytes(self) -> int:
         """Bytes that one pass over the weight reads."""
         return self.words.nbytes + self.scales.nbytes
