@@ -93,7 +93,7 @@ def load(
     check_device(dtype, options, device)
     ranks = options.tensor_parallel
     if device != "cpu" and ranks > 1:
-        options = replace(options, speculate=options.speculate or "off", takes_images=False)
+        options = replace(options, speculate=options.speculate or "off")
     folder = locate(str(folder)).folder
     drafter = None if options.drafter is None else locate(str(options.drafter)).folder
     started = time.perf_counter()
@@ -253,9 +253,7 @@ def _with_vision(account: Account, options: LoadOptions) -> tuple[Decided, Visio
         RequestError, ResourceError: as `decide` and `place_tower`.
     """
     if not options.takes_images:
-        shared = account.device != "cpu" and account.ranks > 1
-        missing = "images do not work with --tensor-parallel on GPUs yet" if shared else None
-        return decide(account, options), None, missing or "it was loaded without images"
+        return decide(account, options), None, "it was loaded without images"
     vision, missing = open_vision(account.opened.checkpoint)
     if vision is None:
         return decide(account, options), None, missing

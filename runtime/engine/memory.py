@@ -70,8 +70,8 @@ class Account:
 
     @property
     def follower(self) -> "Account":
-        """Memory of a rank other than the first, which drafts nothing."""
-        return replace(self, opened=replace(self.opened, drafter=None, lone=None))
+        """Memory of a rank other than the first, which drafts nothing and has no vision tower."""
+        return replace(self, opened=replace(self.opened, drafter=None, lone=None), vision_bytes=0)
 
     def page_bytes(self, count: int) -> int:
         """Memory of so many pages, a drafter's included, which the first rank alone has."""
@@ -332,7 +332,8 @@ def _too_large(account: Account, size: CacheSize, free: int, least: int | None) 
     if tower:
         place = "--vision-device cpu" if account.device != "cpu" else "--vision-device auto"
         hints.append(f"{place} keeps nothing for images")
-    drafting = need - int(account.follower.needed(size, size.all_pages) * HEADROOM)
+    undrafted = replace(account.follower, vision_bytes=tower).needed(size, size.all_pages)
+    drafting = need - int(undrafted * HEADROOM)
     if account.ranks > 1 and drafting:
         hints.append(f"{gigabytes(drafting)} of it the first process alone takes, which drafts")
     beside = f"the vision tower with an image ({gigabytes(tower)}), " if tower else ""

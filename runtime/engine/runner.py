@@ -18,8 +18,8 @@ from lowbit.runtime.engine.chunks import Chunks, new_chunks
 from lowbit.runtime.engine.draft_source import ContextReader
 from lowbit.runtime.engine.graphs import Graphs, round_kv_len, width_for
 from lowbit.runtime.engine.kept_logits import KeptLogits
-from lowbit.runtime.engine.parallel.link import GpuLink
-from lowbit.runtime.engine.parallel.tasks import RunChunk, RunHead, RunStep, SetPages
+from lowbit.runtime.engine.parallel.link import GpuLink, unembedded
+from lowbit.runtime.engine.parallel.tasks import RunChunk, RunHead, RunStep, SetPages, SetShift
 from lowbit.runtime.engine.plan import CHUNK, Capacity, Change, CloseRow, OpenRow
 from lowbit.runtime.engine.results import PlainStep, Results
 from lowbit.runtime.engine.sequence import Sequence
@@ -77,7 +77,7 @@ class Runner:
     masks: Tensor = field(init=False)
     # [R] int32 by row, see `step_of`: right for sequences that run, once `shift` has been called
     shifts: Tensor = field(init=False)
-    _shifts: list[int] = field(init=False)  # the same on the host
+    _shifts: list[int | None] = field(init=False)  # the same on the host; None where not known
     _shifted: bool = False  # a sequence of `batch` has images
 
     def __post_init__(self) -> None:
@@ -161,8 +161,7 @@ class Runner:
     def reset(self) -> None:
         """Forget all sequences."""
         self.batch = []
-        self.shifts.zero_()
-        self._shifts = [0] * len(self._shifts)
+        self._shifts = [None] * len(self._shifts)
         for row in range(1, 1 + self.rows):
             self.sampler.clear_row(row)
 
@@ -232,7 +231,7 @@ class Runner:
         )
         begins = any(each.length == each.reused for each in sequences)
         if self.link is not None:
-            task = RunChunk(plan, tuple(ids), begins)
+            task = RunChunk(unembedded(plan), tuple(ids), begins)
             yield self.together(task, partial(self.run_chunk, plan, ids, begins))
         elif self.chunks is not None and self.chunks.takes(len(ids)):
             yield self.chunks.run(plan, ids, self.shifts, begins)
@@ -241,6 +240,8 @@ class Runner:
 
     def run_chunk(self, plan: StepPlan, ids: Numbers[int], begins: bool) -> Tensor:
         """Run chunks to their end: output of the last layer; see `chunk` and `Chunks.run`."""
+        if self.link is not None:
+            plan = self.link.share_embedded(plan, self.decoder.embedding)
         if self.chunks is not None and self.chunks.takes(plan.tokens):
             return self.chunks.run(plan, ids, self.shifts, begins)
         return last_of(self.each_layer(*new_step(plan, ids, self.tables, self.shifts)))
@@ -253,11 +254,15 @@ class Runner:
         Returns:
             True if it is not 0.
         """
-        shift = 0 if sequence.images is None else sequence.images.shift(at)
-        if shift != self._shifts[sequence.row]:
-            self._shifts[sequence.row] = shift
-            self.shifts[sequence.row].fill_(shift)  # an assignment would wait for the GPU
+        row, shift = sequence.row, 0 if sequence.images is None else sequence.images.shift(at)
+        if shift != self._shifts[row]:
+            self._shifts[row] = shift
+            self.together(SetShift(row, shift), partial(self.set_shift, row, shift))
         return shift != 0
+
+    def set_shift(self, row: int, shift: int) -> None:
+        """`shift` on this rank, behind the steps under way."""
+        self.shifts[row].fill_(shift)  # an assignment would wait for the GPU
 
     def begin(self, sequences: list[Sequence], hidden: Tensor) -> PlainStep:
         """Choose the first new tokens of sequences, by their prompts' last hidden states [B, h]."""
@@ -288,7 +293,8 @@ class Runner:
         """Send a plain step: run the last token of every sequence and choose the next ones."""
         plan = self._prepare(sequences)
         self.send(self.graphs, ("decode", plan, self.sampler.shape), self.run_step, plan)
-        _count_sent(sequences)
+        for each in sequences:
+            each.count_sent()
         return PlainStep(sequences, self.results, self.results.record())
 
     def forward(self, sequences: list[Sequence]) -> None:
@@ -296,7 +302,8 @@ class Runner:
         plan = self._prepare(sequences)
         self.make_room_to_keep()
         self.send(self.graphs, ("forward", plan), self.run_layers, plan)
-        _count_sent(sequences)
+        for each in sequences:
+            each.count_sent()
 
     def choose(self, sequences: list[Sequence]) -> PlainStep:
         """Send the second half of `decode`, under the masks that the sequences have now."""
@@ -491,9 +498,3 @@ class Runner:
     def ints(self, values: object) -> Tensor:
         """Copy numbers to the device as int32; see `to_device`."""
         return to_device(values, torch.int32, self.state.device)
-
-
-def _count_sent(sequences: list[Sequence]) -> None:
-    for each in sequences:
-        each.length += 1
-        each.chosen += 1

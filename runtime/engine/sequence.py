@@ -149,6 +149,11 @@ class Sequence:
             self.images.drop(len(self.request.prompt))
         self.phase = "ended"
 
+    def count_sent(self) -> None:
+        """Count the token of a plain step that has been sent."""
+        self.length += 1
+        self.chosen += 1
+
     def advance(self, slot: int, next_sent: bool = False) -> None:
         """Advance past the newest token of the output, which a round with drafts has verified.
 

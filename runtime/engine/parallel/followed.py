@@ -7,12 +7,12 @@ from functools import partial
 import torch
 
 from lowbit.runtime.engine.graphs import Graphs, side_stream
-from lowbit.runtime.engine.parallel.tasks import RunChunk, RunHead, RunStep, SetPages
+from lowbit.runtime.engine.parallel.tasks import RunChunk, RunHead, RunStep, SetPages, SetShift
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.state.changes import StateChange, make_change
 from lowbit.runtime.state.step import StepPlan
 
-GpuTask = RunStep | RunChunk | RunHead | SetPages | StateChange
+GpuTask = RunStep | RunChunk | RunHead | SetPages | SetShift | StateChange
 MOST_GRAPHS = 256  # more than the first rank keeps, whose graphs of steps and rounds lie apart
 
 
@@ -37,6 +37,8 @@ class FollowedRunner:
                 runner.run_head(torch.empty(shape, dtype=like.dtype, device=like.device))
             case SetPages(row, pages):
                 runner.set_pages(row, pages)
+            case SetShift(row, shift):
+                runner.set_shift(row, shift)
             case _:
                 make_change(task, runner.state, runner.snapshots)
 

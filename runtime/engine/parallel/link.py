@@ -1,7 +1,7 @@
 """The way of a runner on a GPU to those of the other ranks, which run the same steps."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from lowbit.runtime.models.shared_decoder import Crew
 from lowbit.runtime.state.decode_inputs import DecodeInputs
 from lowbit.runtime.state.step import StepPlan
+from lowbit.runtime.weights.table import Table
 
 T = TypeVar("T")
 
@@ -30,6 +31,24 @@ class GpuLink:
         """Give hidden states [M, h] of the first rank to all."""
         self.share_words(hidden.view(torch.int32))
 
+    def share_embedded(self, plan: StepPlan, like: Table) -> StepPlan:
+        """Give the embeddings of a chunk's image tokens to all, in the type of the model's own.
+
+        Args:
+            plan: with the embeddings on the first rank, see `unembedded` for the others.
+            like: the model's embedding.
+        """
+        embedded = []
+        for each in plan.embedded:
+            if self.crew is None:
+                shape = len(each.rows), like.shape[1]
+                rows = torch.empty(shape, dtype=like.dtype, device=like.device)
+            else:
+                rows = each.rows.detach().to(like.device, like.dtype).contiguous()
+            self.share_hidden(rows)
+            embedded.append(replace(each, rows=rows))
+        return replace(plan, embedded=tuple(embedded))
+
     def share_inputs(self, inputs: DecodeInputs, plan: StepPlan) -> Tensor:
         """Give the first rank's inputs of a step, or of a part, to all.
 
@@ -41,3 +60,9 @@ class GpuLink:
             step.ids[part].copy_(inputs.chosen[part])
         self.share_words(step.block[:, : part.stop + 1])
         return step.ids
+
+
+def unembedded(plan: StepPlan) -> StepPlan:
+    """The plan with as many embeddings of images, [n, 0]: `share_embedded` brings the numbers."""
+    empty = (replace(each, rows=each.rows[:, :0]) for each in plan.embedded)
+    return replace(plan, embedded=tuple(empty))

@@ -1,7 +1,7 @@
 """Tasks for the ranks of a model on GPUs, whose numbers are on the first one's GPU already.
 
-Each rank runs them with a runner of its own. Tokens, positions and slots of a step pass from GPU to
-GPU; the host sends what it knows.
+Each rank runs them with a runner of its own. Tokens, positions and slots of a step, and embeddings
+of images, pass from GPU to GPU; the host sends what it knows.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class RunStep:
 class RunChunk:
     """Run a chunk of a prompt through the layers."""
 
-    plan: StepPlan
+    plan: StepPlan  # with empty embeddings of images, see `link.unembedded`
     ids: tuple[int, ...]
     begins: bool  # it is the first of its prompt
 
@@ -39,3 +39,11 @@ class SetPages:
 
     row: int
     pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetShift:
+    """Set what is added to the positions of a sequence for its angles."""
+
+    row: int
+    shift: int

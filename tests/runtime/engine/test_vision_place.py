@@ -12,7 +12,7 @@ from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.image_settings import read_settings
 from lowbit.formats.kv_cache import BF16_CACHE
 from lowbit.runtime.engine import memory, vision_place
-from lowbit.runtime.engine.load import decide
+from lowbit.runtime.engine.load import _with_vision, decide
 from lowbit.runtime.engine.load_options import FEW_SEQUENCES, VisionDevice
 from lowbit.runtime.engine.memory import Account, Decided
 from lowbit.runtime.engine.vision import OpenedVision, open_vision
@@ -26,6 +26,8 @@ from lowbit.runtime.engine.vision_place import (
     tower_memory,
 )
 from lowbit.runtime.models.loader import open_model
+from lowbit.runtime.models.shards import shard_of
+from lowbit.runtime.weights.share import Share
 from tests.seeing_models import PROCESSOR
 
 BF16 = torch.bfloat16
@@ -179,6 +181,23 @@ def test_a_gpu_that_is_asked_for_takes_from_the_cache_or_says_what_is_lacking(
     with pytest.raises(ResourceError, match=wanted) as e:
         placed(seeing_folder, "cuda", "cuda", tower())
     assert "--vision-device cpu keeps nothing for images" in str(e.value.hint)
+
+
+def test_the_first_of_several_gpus_alone_has_the_tower(seeing_folder: Path, free: Free) -> None:
+    free(1e12, 1e12)
+    whole = account(seeing_folder, "cuda")
+    own = replace(whole, opened=shard_of(whole.opened, Share(0, 2)), ranks=2)
+    decided, vision, missing = _with_vision(own, OPTIONS)
+    assert vision is not None, missing
+    assert (vision.place.device, missing) == ("cuda", "")
+    first, size = decided.account, decided.cache
+    apart = first.needed(size, size.all_pages) - first.follower.needed(size, size.all_pages)
+    assert apart == first.vision_bytes > 0
+    free(first.follower.needed(size, size.all_pages) * memory.HEADROOM + 2, 1e12)
+    with pytest.raises(ResourceError, match="for the vision tower with an image") as e:
+        _with_vision(own, replace(OPTIONS, vision_device="cuda"))
+    assert "--vision-device cpu keeps nothing for images" in str(e.value.hint)
+    assert "drafts" not in str(e.value.hint)
 
 
 def test_room_for_smaller_images_is_better_than_the_cpu(seeing_folder: Path, free: Free) -> None:

@@ -245,17 +245,22 @@ def test_groups_of_the_head_need_not_fit_ranks(make_qwen3_5: Any) -> None:
         check_ranks(open_model(make_qwen3_5(schemes("mlp"), **sizes).folder, head=True), 2)
 
 
-def test_an_image_before_drafts(opened: OpenedModel, prompts: list[list[int]]) -> None:
-    """The head of the first of several processes on a CPU reads a prompt with an image, too."""
+@pytest.mark.parametrize("linked", [False, True])
+def test_an_image_before_drafts(
+    opened: OpenedModel, prompts: list[list[int]], linked: bool
+) -> None:
+    """The head of the first of several processes reads a prompt with an image, too."""
     rows = torch.randn(6, opened.config.hidden_size, generator=torch.Generator().manual_seed(1))
     image, before = ImageSpan(40, 2, 3, 0.02 * rows, b"x"), prompts[2][:40]
     request = Request((*before, *[7] * 6, *prompts[0]), GREEDY, COUNT, images=(image,))
     found = []
     for drafts in (False, True):
-        runner, crew = shared_runner(opened, 2, SIZE, vocabulary=VOCABULARY)
+        share = linked_runner if linked else shared_runner
+        runner, *_, crew = share(opened, 2, SIZE, vocabulary=VOCABULARY)
         handle = (drafting(runner) if drafts else Engine(runner)).submit(request)
         found.append(list(handle))
     assert found[1] == found[0]
     assert handle.speculation is not None
     assert handle.speculation.rounds > 2
-    assert {"OpenPass", "RunPass"} <= set(crew.tasks)
+    tasks = {"RunChunk", "SetShift"} if linked else {"OpenPass", "RunPass"}
+    assert tasks <= set(crew.tasks)
