@@ -245,11 +245,11 @@ def demand_of(name: str, device: str, drafter: str | None = None) -> Demand:
         experts=config.experts is not None,
         recipe=recipe,
         drafter=beside,
-        vision=_vision_bytes(opened.checkpoint),
+        vision=vision_bytes(opened.checkpoint),
     )
 
 
-def _vision_bytes(checkpoint: Checkpoint) -> int:
+def vision_bytes(checkpoint: Checkpoint) -> int:
     """Bytes of a vision tower's weights; 0 where none is stored."""
     config, tensors = checkpoint.config, checkpoint.tensors.items()
     shapes = [info.shape for name, info in tensors if is_carried(config, name)]

@@ -12,7 +12,12 @@ from lowbit.runtime.engine.graphs import drafts_together
 from lowbit.runtime.engine.load import check_device
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import HEADROOM, Account, asked_cache
-from lowbit.runtime.lab.expected import DTYPE, open_drafter_headers, open_headers
+from lowbit.runtime.lab.expected import (
+    DTYPE,
+    open_drafter_headers,
+    open_headers,
+    vision_bytes,
+)
 from lowbit.runtime.models.loader import OpenedModel, without_head
 from lowbit.runtime.models.shards import SAME_TOKENS, check_ranks, ranks_that_fit, shard_of
 from lowbit.runtime.state.device_state import CacheSize
@@ -53,6 +58,9 @@ class SharedDemand:
     refused: str | None  # why this device does not run it; None where it does
     # More bytes by rank if the head for multi-token prediction drafts; () without such a head
     head: tuple[int, ...]
+    # Bytes of the vision tower's weights, which rank 0 alone reads for images and which no rank
+    # counts; 0 without a tower
+    vision: int
 
 
 def shared_demand(name: str, device: str, ranks: int, drafter: str | None = None) -> SharedDemand:
@@ -94,6 +102,7 @@ def shared_demand(name: str, device: str, ranks: int, drafter: str | None = None
         tokens=SAME_TOKENS[device],
         refused=_refused(device, ranks),
         head=head,
+        vision=vision_bytes(opened.checkpoint),
     )
 
 

@@ -117,6 +117,12 @@ def show_ranks(shared: "SharedDemand") -> None:
         console.print(
             f"--speculate mtp or auto: rank 0 drafts, and takes {first} more, others {other} each"
         )
+    if shared.vision:
+        tower = gigabytes(shared.vision)
+        console.print(
+            f"images: rank 0 alone takes {tower} more for the vision tower's weights, and room for "
+            "an image"
+        )
     fitting = ", ".join(map(str, shared.fitting))
     console.print(f"numbers that divide heads, widths and groups: {fitting}")
     console.print(f"with --tensor-parallel {len(shared.ranks)}: {shared.tokens}")

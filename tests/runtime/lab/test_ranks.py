@@ -190,3 +190,13 @@ def test_doctor_needs_a_model_and_a_number(
     run: Callable[..., Result], options: tuple[str, ...]
 ) -> None:
     assert run(*options).exit_code == 2
+
+
+def test_doctor_shows_what_images_take_of_the_first(
+    run: Callable[..., Result], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = "--tensor-parallel", "2"
+    assert "images:" not in run(folder, *shared).stdout
+    monkeypatch.setattr(ranks, "vision_bytes", lambda checkpoint: 7_000_000)
+    assert "images: rank 0 alone takes 7.0 MB more" in run(folder, *shared).stdout
+    assert json.loads(run(folder, *shared, "--json").stdout)["shared"]["vision"] == 7_000_000
