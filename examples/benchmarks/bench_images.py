@@ -8,6 +8,7 @@ with a BF16 vision tower, or vLLM in FP8, which makes up the weights of the same
 --tokenizer takes the tokenizer and chat template of a folder; else a token is a byte. --folder
 keeps the model's folder for another run. --site is a folder that holds vLLM and what it needs,
 where it is not installed; without flashinfer it needs `-- --gdn-prefill-backend triton` on Hopper.
+Two GPUs: `-- --tensor-parallel 2`, with --vllm `-- --tensor-parallel-size 2`.
 
 `first token` is of a new picture and a short text, `second turn` of the chat that goes on behind
 it, both alone: medians of some pictures after two that warm up. `clients` is the output tokens a
