@@ -37,6 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 GREEDY = lowbit.SamplingParams(logprobs=2)
 CLOSE = 0.03  # of the largest logit: what sums in another order may change in BF16
 COUNT = 24
+ENOUGH = 95  # of 100 words: two processes of a CPU read 99, and 98 with inputs in eight bits
 ENDED = r"rank 1 \(process \d+\) ended while running steps: signal SIGKILL"
 Said = tuple[list[int], list[Any]]
 
@@ -148,9 +149,9 @@ def test_what_is_reused_changes_no_bit(pair: tuple[lowbit.Model, lowbit.Model]) 
 
 def test_words_are_read(pair: tuple[lowbit.Model, lowbit.Model]) -> None:
     """Eight together, and alone."""
-    one, two = pair
+    _, two = pair
     found = read(two, pictures())
-    assert exact(found, words()) >= exact(read(one, pictures()), words()) - 3
+    assert exact(found, words()) >= ENOUGH
     two.engine.forget()
     assert [read(two, [each])[0] for each in pictures()[::15]] == found[::15]
 
