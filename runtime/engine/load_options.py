@@ -88,10 +88,10 @@ class LoadOptions:
             tokens are drafted, the first one makes all drafts.
         devices: number of the GPU of each of them; None for the first ones.
         vision_device: where the vision tower runs, which is read at the first image. `auto` takes
-            the GPU of the model if the cache stays as large beside the tower and an image, streams
-            the tower's weights onto it if that leaves room, and else takes the CPU; of sequences
-            that memory chooses, a quarter may go, or all but four before the CPU is taken. `cuda`
-            makes the cache smaller if it must.
+            the GPU of the model, of several the first, if the cache stays as large beside the tower
+            and an image, streams the tower's weights onto it if that leaves room, and else takes
+            the CPU; of sequences that memory chooses, a quarter may go, or all but four before the
+            CPU is taken. `cuda` makes the cache smaller if it must.
         takes_images: False for a model that is shown none, so that its tower takes no memory.
         refuse_late_system: refuse system messages that the chat template refuses; by default, those
             at the beginning become one, and later ones become marked text of the user's.
