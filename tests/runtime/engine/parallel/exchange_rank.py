@@ -71,11 +71,12 @@ def failures(peers: Peers) -> list[str]:
         cut = [part[:, :width].contiguous() for part, width in zip(parts, widths, strict=True)]
         if not torch.equal(exchange_columns(cut[share.rank], widths, peers), torch.cat(cut, 1)):
             wrong.append(f"columns {M} x {N}")
-        words = parts[share.rank].view(torch.int32).clone()
-        exchange_first(words[:, :50], peers)
-        expected = torch.cat([parts[0][:, :50], parts[share.rank][:, 50:]], 1)
-        if not torch.equal(words.view(torch.float32), expected):
-            wrong.append(f"first {M} x {N}")
+        for width in (50, N):  # a part of each row; all, as of embeddings of a chunk
+            words = parts[share.rank].view(torch.int32).clone()
+            exchange_first(words[:, :width], peers)
+            expected = torch.cat([parts[0][:, :width], parts[share.rank][:, width:]], 1)
+            if not torch.equal(words.view(torch.float32), expected):
+                wrong.append(f"first {width} words of {M} x {N}")
     return wrong
 
 
@@ -166,13 +167,21 @@ def elapsed_us(work: Callable[[], None]) -> float:
     return 1e3 * elapsed
 
 
+def first(words: Tensor, peers: Peers) -> Tensor:
+    """The words of the first rank, on all."""
+    exchange_first(words, peers)
+    return words
+
+
 def times(peers: Peers) -> dict[str, float]:
-    """Microseconds of an exchange of each kind and size."""
+    """Microseconds of an exchange of each kind and size; the first rank's words are in BF16."""
     us = {}
     for M in (1, 16, 32, 64, 256, 1024):
         sums = partials(1, M, 4096, M)[0]
         added = sums.bfloat16()
+        words = added.view(torch.int32).clone()
         launches = {
+            "first": partial(first, words, peers),
             "sum": partial(exchange_sum, sums, added, peers, torch.bfloat16),
             "wide": partial(exchange_wide, sums, added, peers),
         }
