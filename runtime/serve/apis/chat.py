@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: OpenAI's chats."""
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -8,11 +7,17 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 
 from lowbit.runtime.engine.delta import Delta
 from lowbit.runtime.serve.answers import Collected, CollectedCall, EventStream, collect, joined
+from lowbit.runtime.serve.apis.chat_messages import (
+    Message,
+    Messages,
+    contents_of,
+    turns_of,
+)
 from lowbit.runtime.serve.apis.common import (
     ChunkWriter,
     DirectRoute,
@@ -26,7 +31,6 @@ from lowbit.runtime.serve.apis.tools import (
     ChatCustomTool,
     ChatTools,
     chat_choice_of,
-    custom_arguments,
     custom_input,
     functions_of,
 )
@@ -37,7 +41,6 @@ from lowbit.runtime.serve.request.body import (
     Body,
     Ignored,
     SamplingBody,
-    TolerantBody,
     sampling_options,
 )
 from lowbit.runtime.serve.request.contents import Content
@@ -45,10 +48,6 @@ from lowbit.runtime.serve.request.forms import FormatFields, format_of
 from lowbit.runtime.serve.request.images import read_images
 from lowbit.runtime.serve.request.parts import (
     SkippedPart,
-    Text,
-    by_type,
-    refusals_as_text,
-    text_of,
 )
 from lowbit.runtime.serve.request.prepare import (
     Asked,
@@ -58,114 +57,11 @@ from lowbit.runtime.serve.request.prepare import (
     unheard_switch,
 )
 from lowbit.runtime.serve.served_model import ServedModel
-from lowbit.runtime.serve.settings import MOST_CALLS, MOST_MESSAGES
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 from lowbit.runtime.text.chat import knows_argument
 from lowbit.runtime.text.tokenizer import Tokenizer
 
-
-def _as_text(value: object) -> object:
-    """Arguments of a call as JSON's text, which some clients send as the object itself."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
-
-
-class CalledFunction(TolerantBody):
-    """`tool_calls[].function` of an earlier turn."""
-
-    name: str
-    arguments: Annotated[str, BeforeValidator(_as_text)]
-
-
-class ToolCall(TolerantBody):
-    """A call of an earlier turn."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class CalledCustom(TolerantBody):
-    """`tool_calls[].custom` of an earlier turn."""
-
-    name: str
-    input: str
-
-
-class CustomCall(TolerantBody):
-    """A call of a custom tool of an earlier turn."""
-
-    id: str | None = None
-    type: Literal["custom"]
-    custom: CalledCustom
-
-
-AnyCall = Annotated[
-    Annotated[ToolCall, Tag("function")] | Annotated[CustomCall, Tag("custom")],
-    by_type("function", "custom", default="function"),
-]
 Tokens = Annotated[int, Field(ge=0)]
-
-
-class SystemMessage(TolerantBody):
-    """Instructions."""
-
-    role: Literal["system", "developer"]
-    content: Text
-    name: str | None = None
-
-
-class UserMessage(TolerantBody):
-    """A turn of the user."""
-
-    role: Literal["user"]
-    content: Text
-    name: str | None = None
-
-
-Calls = Annotated[list[AnyCall], Field(fail_fast=True, max_length=MOST_CALLS)]
-
-
-class ThinkingBlock(BaseModel):
-    """Reasoning as Anthropic's API has it, which LiteLLM sends in chats."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-    thinking: str = ""
-
-
-ThinkingBlocks = Annotated[list[ThinkingBlock], Field(fail_fast=True, max_length=MOST_CALLS)]
-
-
-class AssistantMessage(TolerantBody):
-    """A turn of the model, as responses hold it."""
-
-    role: Literal["assistant"]
-    content: Annotated[Text, BeforeValidator(refusals_as_text)] | None = None
-    name: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    thinking_blocks: ThinkingBlocks | None = None
-    refusal: str | None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Calls | None = None
-
-
-class ToolMessage(TolerantBody):
-    """The result of a tool."""
-
-    role: Literal["tool"]
-    content: Text | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
-
-
-Message = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
-]
-
-Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
-
-
 PRESERVE = "preserve_thinking"
 TYPES = {"enabled": True, "disabled": False}  # of `thinking`
 
@@ -228,42 +124,6 @@ class ChatBody(PromptFields, SamplingBody, FormatFields):
     def contents(self) -> list[Content]:
         """See `ModelBody.contents`."""
         return contents_of(self.messages)
-
-
-def contents_of(messages: Sequence[Message]) -> list[Content]:
-    """Contents of messages."""
-    return [
-        Content(
-            each.content,
-            f"messages[{number}].content",
-            shows=each.role in ("user", "tool"),
-            tool=each.role == "tool",
-        )
-        for number, each in enumerate(messages)
-    ]
-
-
-def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them."""
-    return [_turn_of(each) for each in messages]
-
-
-def _turn_of(message: Message) -> dict[str, Any]:
-    turn = message.plain()
-    if isinstance(message.content, list):
-        turn["content"] = text_of(message.content)
-    refusal = turn.pop("refusal", "")
-    if not (turn.get("content") or turn.get("tool_calls")):
-        turn["content"] = refusal
-    if turn.pop("thinking_blocks", None) and isinstance(message, AssistantMessage):
-        thought = "".join(block.thinking for block in message.thinking_blocks or ())
-        if thought and not (message.reasoning_content or message.reasoning):
-            turn["reasoning_content"] = thought
-    for call in turn.get("tool_calls", ()):
-        if custom := call.pop("custom", None):
-            function = {"name": custom["name"], "arguments": custom_arguments(custom["input"])}
-            call |= {"type": "function", "function": function}
-    return turn
 
 
 def custom_names(body: ChatBody) -> frozenset[str]:

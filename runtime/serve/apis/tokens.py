@@ -10,7 +10,8 @@ from starlette.requests import Request as HttpRequest
 
 from lowbit.formats.text.settings import read_settings
 from lowbit.formats.text.worker import Ask
-from lowbit.runtime.serve.apis.chat import Messages, PromptFields, contents_of, prompt_of
+from lowbit.runtime.serve.apis.chat import PromptFields, prompt_of
+from lowbit.runtime.serve.apis.chat_messages import Messages, contents_of
 from lowbit.runtime.serve.apis.common import token_text
 from lowbit.runtime.serve.apis.docs import documented
 from lowbit.runtime.serve.errors import invalid
