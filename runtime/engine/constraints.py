@@ -14,7 +14,7 @@ from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.formats.text.template import ChatTemplate
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.state.sampler import SamplerRows
-from lowbit.runtime.text.answer import CLOSE, OPEN, OutputStart
+from lowbit.runtime.text.answer import CLOSE, OPEN, THINKING_STARTS, OutputStart
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar, Grammars
 from lowbit.runtime.text.strict_calls import StrictCalls
@@ -81,7 +81,7 @@ class ConstraintFactory:
         if budget is not None and budget < 0:
             raise RequestError(f"`max_thinking_tokens` must be at least 0, got {budget}")
         then = None if grammar is None else grammar.constraint()
-        tokens = None if begin == "raw" else self.thinking
+        tokens = None if begin in ("raw", "rest") else self.thinking
         if tokens is None or (budget is None and then is None):
             return then
         held = then is not None and then.free_tokens == 0
@@ -90,8 +90,8 @@ class ConstraintFactory:
             or (held and not self._shows_thinking)
         ):
             return then
-        opened = self._after(ids, tokens.open) if begin == "reasoning" else None
-        return ThinkingConstraint(begin, tokens, budget, then, opened or b"")
+        opened = self._opened(ids, tokens.open) if begin in THINKING_STARTS else b""
+        return ThinkingConstraint(begin, tokens, budget, then, opened)
 
     def _after(self, ids: Ids[int], mark: int) -> bytes | None:
         """Whitespace behind the prompt's last `mark`; None if anything else follows it."""
@@ -104,6 +104,11 @@ class ConstraintFactory:
                 return None
             text = more + text
         return None
+
+    def _opened(self, ids: Ids[int], mark: int) -> bytes:
+        """Text of a prompt behind its last `mark`."""
+        place = len(ids) - ids[::-1].index(mark)
+        return b"".join(map(self._tokenizer.token_bytes, ids[place:]))
 
 
 def free_tokens_of(constraint: Constraint | None) -> int:

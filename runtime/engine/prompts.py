@@ -22,6 +22,7 @@ from lowbit.runtime.text.chat import (
     render_prompt_later,
 )
 from lowbit.runtime.text.images import has_images, pictures_of, with_pictures
+from lowbit.runtime.text.last_turn import PromptEnd
 from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
 from lowbit.runtime.text.tools import Tool
 
@@ -87,6 +88,7 @@ class PromptEncoder:
         template_arguments: Mapping[str, Any] | None = None,
         left_out: list[str] | None = None,
         ask: Ask | None = None,
+        end: PromptEnd = "next",
     ) -> EncodedPrompt:
         """A prompt of tokens: one user message, or a conversation, through the chat template.
 
@@ -102,6 +104,7 @@ class PromptEncoder:
             template_arguments: further arguments of the template, plain JSON.
             left_out: gets the name of what the template refuses and the prompt has in another form.
             ask: see `ChatTemplate.render_later`.
+            end: where the prompt of a conversation ends.
 
         Raises:
             RequestError: a bad message, a prompt much longer than the context, no template to
@@ -117,7 +120,7 @@ class PromptEncoder:
             self._check_pictures(pictures)
             if not raw:
                 text = await self._rendered(
-                    prompt, thinking, tools, template_arguments, left_out, ask
+                    prompt, thinking, tools, template_arguments, left_out, ask, end
                 )
             elif isinstance(prompt, str):
                 text = prompt
@@ -188,6 +191,7 @@ class PromptEncoder:
         template_arguments: Mapping[str, Any] | None,
         left_out: list[str] | None,
         ask: Ask | None,
+        end: PromptEnd,
     ) -> MarkedText:
         """The text of a prompt by the chat template; arguments and errors as in `encode`."""
         if self.template is None:
@@ -203,6 +207,7 @@ class PromptEncoder:
             tools=tools,
             template_arguments=template_arguments,
             ask=ask,
+            end=end,
         )
         if isinstance(prompt, str):
             return await render([Message(role="user", content=prompt)])

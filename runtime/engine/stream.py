@@ -11,7 +11,7 @@ from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import Finish, TokenLogProbabilities
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
 from lowbit.runtime.engine.stats import Speculated, Tally
-from lowbit.runtime.text.answer import CLOSE, AnswerSplitter, Event, Piece
+from lowbit.runtime.text.answer import CLOSE, THINKING_STARTS, AnswerSplitter, Event, Piece
 from lowbit.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ class Answer:
         """Prepare to read the first token; the request begins now."""
         request = self.request
         self.started_at = self.first_at = self.last_at = time.perf_counter()
-        self.in_reasoning = request.begin == "reasoning"
+        self.in_reasoning = request.begin in THINKING_STARTS
         self._close = self.tokenizer.token_id(CLOSE)
         self._splitter = AnswerSplitter(
             self.tokenizer,

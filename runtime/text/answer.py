@@ -22,8 +22,11 @@ from lowbit.runtime.text.tools import CallForm, Tool
 OPEN, CLOSE = "<think>", "</think>"
 
 # Start of an output. raw: all of it is text; answer: a block of reasoning may open with the first
-# token; reasoning: the prompt has opened it.
-OutputStart = Literal["raw", "answer", "reasoning"]
+# token; reasoning: the prompt has opened it. Where the prompt has some of the text, too, nothing at
+# the beginning of the output is left out. rest: of an answer, without reasoning; rest of reasoning:
+# of an open block.
+OutputStart = Literal["raw", "answer", "reasoning", "rest", "rest of reasoning"]
+THINKING_STARTS = ("reasoning", "rest of reasoning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,8 @@ class Splitter:
         self._open, self._close = map(self.tokenizer.token_id, (OPEN, CLOSE))
         self._thought = TextStream(self.tokenizer)
         self._answer = TextStream(self.tokenizer)
-        self._reasoning = self._trim = self.begin == "reasoning"
+        self._reasoning = self.begin in THINKING_STARTS
+        self._trim = self.begin == "reasoning"
 
     def push(self, id: int) -> Piece | None:
         """The text that this token completes."""

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, dropwhile
 from typing import Any, TypedDict
 
@@ -13,6 +13,7 @@ from lowbit.formats.text.tokenizer import MarkedText
 from lowbit.formats.text.worker import Ask, blocking
 from lowbit.runtime.text.answer import CLOSE, OPEN, OutputStart
 from lowbit.runtime.text.images import IMAGES, INSTEAD, for_template, image_parts, word_of
+from lowbit.runtime.text.last_turn import PromptEnd, render_open
 from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, Tool, is_plain, knows_tools, read_json
 
@@ -57,8 +58,9 @@ async def render_prompt_later(
     tools: Sequence[Tool] = (),
     template_arguments: Mapping[str, Any] | None = None,
     ask: Ask | None = None,
+    end: PromptEnd = "next",
 ) -> MarkedText:
-    """The prompt that asks for the assistant's next turn, as transformers renders it.
+    """A prompt, as transformers renders it.
 
     Every control token in a message, a tool or an argument of the template is marked as plain text.
     The content of an assistant's message keeps the markers of reasoning and of calls, which a model
@@ -71,10 +73,12 @@ async def render_prompt_later(
         template_arguments: further arguments of the template, plain JSON; `enable_thinking` is the
             same as `thinking`.
         ask: see `ChatTemplate.render_later`.
+        end: where the prompt ends.
 
     Raises:
-        RequestError: a bad message, one that the template refuses, too long a conversation, or a
-            template that does not know tools, the thinking switch or an argument.
+        RequestError: a bad message, one that the template refuses, too long a conversation, a
+            template that does not know tools, the thinking switch or an argument, or a last
+            message that cannot be continued.
         CheckpointError: the template is not valid jinja2.
     """
     plain = [
@@ -94,9 +98,20 @@ async def render_prompt_later(
             plain, offered, arguments = _marked(control, mark, plain, offered, arguments)
         except RecursionError:
             raise RequestError("the messages are nested too deeply") from None
-    text = await template.render_later(
-        plain, thinking, tools=offered, arguments=arguments, max_bytes=max_bytes, ask=ask
+    render = partial(
+        template.render_later,
+        thinking=thinking,
+        tools=offered,
+        arguments=arguments,
+        answer=end == "next",
+        max_bytes=max_bytes,
+        ask=ask,
     )
+    if end == "last":
+        behind = choose_mark([template.source, mark, *texts_of(given)])
+        text = await render_open(render, plain, behind)
+    else:
+        text = await render(plain)
     if mark:
         text = text.replace(json.dumps(mark)[1:-1], mark)  # a template may write JSON in ASCII
     return MarkedText(text, mark)

@@ -129,6 +129,8 @@ class ThinkingConstraint:
             "raw": "answer",
             "answer": "first",
             "reasoning": "reasoning",
+            "rest": "answer",
+            "rest of reasoning": "reasoning",
         }
         self._place: Place = places[begin]
         self._last = b""  # byte of the block

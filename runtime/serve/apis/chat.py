@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: OpenAI's chats."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -55,10 +55,12 @@ from lowbit.runtime.serve.request.prepare import (
     effort_switch,
     open_answers,
     unheard_switch,
+    with_begun_answer,
 )
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 from lowbit.runtime.text.chat import knows_argument
+from lowbit.runtime.text.last_turn import PromptEnd
 from lowbit.runtime.text.tokenizer import Tokenizer
 
 Tokens = Annotated[int, Field(ge=0)]
@@ -95,6 +97,8 @@ class PromptFields(Body):
     thinking: ThinkingSwitch | bool | None = None
     reasoning: ReasoningSwitch | None = None
     preserve_thinking: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class ChatBody(PromptFields, SamplingBody, FormatFields):
@@ -183,14 +187,16 @@ def prompt_of(model: ServedModel, fields: PromptFields, messages: Sequence[Messa
     """The prompt that a chat asks for.
 
     Raises:
-        ApiError: an image cannot be read.
+        ApiError: an image cannot be read, or fields exclude each other.
     """
+    turns, end = _ending(fields, turns_of(messages))
     functions = functions_of(fields.tools)
     choice, tool, functions, missing = chat_choice_of(fields.tool_choice, functions)
     left_out = [*missing, *_left_out(model, fields)]
     left_out += read_images(contents_of(messages), model.prompts)
     return Asked(
-        messages=turns_of(messages),
+        messages=turns,
+        end=end,
         tools=functions,
         choice=choice,
         tool=tool,
@@ -198,6 +204,24 @@ def prompt_of(model: ServedModel, fields: PromptFields, messages: Sequence[Messa
         template_arguments=_arguments(model, fields),
         left_out=left_out,
     )
+
+
+def _ending(
+    fields: PromptFields, turns: list[dict[str, Any]]
+) -> tuple[Sequence[Mapping[str, Any]], PromptEnd]:
+    """Turns of the prompt, and where it ends."""
+    if not fields.continue_final_message:
+        return turns, "none" if fields.add_generation_prompt is False else "next"
+    where = "continue_final_message"
+    if fields.add_generation_prompt:
+        raise invalid(f"`{where}` and `add_generation_prompt` exclude each other", where)
+    if turns[-1]["role"] != "assistant":
+        return turns, "last"
+    if turns[-1].get("tool_calls"):
+        raise invalid(
+            f"`{where}`: the last message has `tool_calls`, only text is continued", where
+        )
+    return with_begun_answer(turns)
 
 
 def _left_out(model: ServedModel, body: PromptFields) -> list[str]:

@@ -1,19 +1,19 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
-from pydantic import BeforeValidator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Field, Tag
 from starlette.requests import Request as HttpRequest
 
-from lowbit.runtime.engine.delta import Delta, End
-from lowbit.runtime.serve.answers import Collected, EventStream, collect, event, joined
+from lowbit.runtime.serve.answers import EventStream, collect
 from lowbit.runtime.serve.apis.common import DirectRoute, new_id, usage_of
 from lowbit.runtime.serve.apis.docs import documented
-from lowbit.runtime.serve.errors import ApiError, invalid
+from lowbit.runtime.serve.apis.message_events import MessageEvents, content_of, ending_of
+from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.body import (
     NEUTRAL,
     PLAIN,
@@ -48,10 +48,11 @@ from lowbit.runtime.serve.request.prepare import (
     count_prompt,
     open_answers,
     unheard_switch,
+    with_begun_answer,
 )
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
-from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
+from lowbit.runtime.text.last_turn import PromptEnd
 
 CONTENT_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 Media = Annotated[MediaPart, Tag("media")]  # those of OpenAI's APIs have one sensible reading here
@@ -214,7 +215,6 @@ class MessagesBody(DrawFields, CountBody, AnswerBody):
 
 
 router = APIRouter(route_class=DirectRoute)
-DIRECT = {"type": "direct"}  # the model called the tool itself
 
 
 @router.post("/v1/messages", **documented(MessagesBody, "messages"))
@@ -229,8 +229,8 @@ async def create(http: HttpRequest) -> Response:
     return JSONResponse(
         {
             **head,
-            "content": list(_content(one)),
-            **_ending(one.end),
+            "content": list(content_of(one)),
+            **ending_of(one.end),
             "usage": usage_of(prompt_tokens, [one.end]).anthropic(),
         }
     )
@@ -258,6 +258,7 @@ def asked_of(model: ServedModel, body: CountBody) -> Asked:
             messages.append({"role": turn.role, "content": turn.content})
         else:
             messages += _messages_of(turn.role, turn.content)
+    turns, end = _open_turns(body, messages)
     config = body.output_config.format if body.output_config is not None else None
     config = config or body.output_format
     thinking = body.thinking
@@ -267,7 +268,8 @@ def asked_of(model: ServedModel, body: CountBody) -> Asked:
     parallel = body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use
     answer = _answer_options(body) if isinstance(body, MessagesBody) else {}
     return Asked(
-        messages=messages,
+        messages=turns,
+        end=end,
         tools=[
             {
                 "type": "function",
@@ -292,6 +294,19 @@ def asked_of(model: ServedModel, body: CountBody) -> Asked:
         left_out=left_out,
         **answer,
     )
+
+
+def _open_turns(
+    body: CountBody, messages: list[dict[str, Any]]
+) -> tuple[Sequence[Mapping[str, Any]], PromptEnd]:
+    """Messages, the last one open where it begins the answer, and where their prompt ends.
+
+    Blank text at its end, which Anthropic's API refuses, is left out.
+    """
+    last = messages[-1]
+    if body.messages[-1].role != "assistant" or last.get("tool_calls"):
+        return messages, "next"
+    return with_begun_answer([*messages[:-1], {**last, "content": last["content"].rstrip()}])
 
 
 def _left_out(body: CountBody) -> list[str]:
@@ -367,124 +382,3 @@ def _answer_options(body: MessagesBody) -> dict[str, Any]:
         "max_new_tokens": body.max_tokens,
         "stops": tuple(body.stop_sequences or ()),
     }
-
-
-def _content(one: Collected) -> Iterator[dict[str, Any]]:
-    if one.reasoning:
-        yield {"type": "thinking", "thinking": one.reasoning, "signature": ""}
-    if one.content or not one.calls:
-        yield {"type": "text", "text": one.content, "citations": None}
-    for call in one.calls:
-        yield {
-            "type": "tool_use",
-            "id": call.id,
-            "name": call.name,
-            "input": _input_of(call.arguments),
-            "caller": DIRECT,
-        }
-
-
-def _input_of(arguments: str) -> Any:
-    """The arguments of a call; of one that was cut, those that are whole, as clients read them."""
-    try:
-        return json.loads(arguments or "{}")
-    except ValueError:
-        return TypeAdapter(Any).validate_json(arguments, experimental_allow_partial=True)
-
-
-def _ending(end: End | None) -> dict[str, Any]:
-    """Fields of a message that say why it ended; None before its end."""
-    reason, stop = (None, None) if end is None else (end.message_reason, end.stop)
-    return {"stop_reason": reason, "stop_sequence": stop, "stop_details": None, "container": None}
-
-
-BlockKind = Literal["text", "thinking", "tool_use"]
-
-
-class MessageEvents:
-    """Writes the events of a streamed message: a block for reasoning, one for text, one a call."""
-
-    def __init__(self, head: dict[str, Any], prompt_tokens: int) -> None:
-        """Start before the first event."""
-        self._head, self._prompt_tokens = head, prompt_tokens
-        self._kind: BlockKind | None = None  # of the open block
-        self._index = -1
-        self._begun = False
-        self._end = End("length")
-
-    def open(self) -> bytes:
-        """No event: the message begins with the first delta, which knows the cached tokens."""
-        return b""
-
-    def write(self, deltas: Sequence[Delta]) -> bytes:
-        """Events for new text and calls."""
-        data = b""
-        for delta in deltas:
-            if not self._begun:
-                data += self._start(delta.cached_tokens)
-            for found in joined(delta.events):
-                data += self._event(found)
-            if delta.end is not None:
-                self._end = delta.end
-        return data
-
-    def close(self) -> bytes:
-        """Events that end the last block and the message."""
-        data = b"" if self._index >= 0 else self._open("text", {"type": "text", "text": ""})
-        data += self._close_block()
-        usage = usage_of(self._prompt_tokens, [self._end]).anthropic()
-        content = {"type": "message_delta", "delta": _ending(self._end), "usage": usage}
-        data += event(content, "message_delta")
-        return data + event({"type": "message_stop"}, "message_stop")
-
-    def fail(self, error: ApiError) -> bytes:
-        """The event with the error."""
-        return event(error.anthropic(), "error")
-
-    def _start(self, cached: int) -> bytes:
-        self._begun = True
-        begun = End("length", cached_tokens=cached)
-        message = {
-            **self._head,
-            "content": [],
-            **_ending(None),
-            "usage": usage_of(self._prompt_tokens, [begun]).anthropic(),
-        }
-        return event({"type": "message_start", "message": message}, "message_start")
-
-    def _event(self, found: Event) -> bytes:
-        if isinstance(found, Piece):
-            if found.reasoning:
-                thinking = {"type": "thinking", "thinking": "", "signature": ""}
-                data = self._open("thinking", thinking)
-                return data + self._delta({"type": "thinking_delta", "thinking": found.text})
-            data = self._open("text", {"type": "text", "text": ""})
-            return data + self._delta({"type": "text_delta", "text": found.text})
-        if isinstance(found, ToolCallStart):
-            data = self._close_block()
-            block: dict[str, Any] = {"id": found.id, "name": found.name, "input": {}}
-            block |= {"type": "tool_use", "caller": DIRECT}
-            return data + self._open("tool_use", block)
-        return self._delta({"type": "input_json_delta", "partial_json": found.fragment})
-
-    def _open(self, kind: BlockKind, block: dict[str, Any]) -> bytes:
-        if self._kind == kind:
-            return b""
-        data = self._close_block()
-        self._kind, self._index = kind, self._index + 1
-        content = {"type": "content_block_start", "index": self._index, "content_block": block}
-        return data + event(content, "content_block_start")
-
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        content = {"type": "content_block_delta", "index": self._index, "delta": delta}
-        return event(content, "content_block_delta")
-
-    def _close_block(self) -> bytes:
-        if self._kind is None:
-            return b""
-        data = b""
-        if self._kind == "thinking":
-            data = self._delta({"type": "signature_delta", "signature": ""})
-        self._kind = None
-        content = {"type": "content_block_stop", "index": self._index}
-        return data + event(content, "content_block_stop")

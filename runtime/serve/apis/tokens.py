@@ -26,7 +26,7 @@ from lowbit.runtime.serve.settings import MOST_IDS
 class TokenizeBody(PromptFields, ModelBody):
     """A text, or messages that the chat template makes one."""
 
-    NEUTRAL = NEUTRAL | {"add_generation_prompt": (True,), "continue_final_message": (False,)}
+    NEUTRAL = NEUTRAL
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None

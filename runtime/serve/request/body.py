@@ -426,10 +426,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 # Fields of chats alone, at what a chat does anyway.
 TURNS: dict[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
     "background": (False,),
-    "continue_final_message": (False,),
     "deferred": (False,),
     "echo": (False,),
     "separate_reasoning": (True,),
@@ -438,6 +436,8 @@ TURNS: dict[str, tuple[object, ...]] = {
 
 # Fields of OpenAI's other APIs, at what /v1/responses and /v1/messages do anyway.
 PLAIN: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
     "ignore_eos": (False,),
     "logit_bias": ({}, []),
     "logprobs": (False,),

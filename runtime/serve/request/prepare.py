@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 
 from lowbit.formats.errors import LowbitError, RequestError, SettingError, TooLongError
 from lowbit.formats.sampling_ranges import SEEDS, SETTINGS
-from lowbit.formats.text.template import THINKING
+from lowbit.formats.text.template import REASONING, THINKING
 from lowbit.formats.text.worker import Ask, blocking
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.serve.answers import Answers
@@ -52,7 +52,9 @@ from lowbit.runtime.serve.settings import (
     THREAD_BODY_BYTES,
 )
 from lowbit.runtime.state.sampling_params import SamplingParams
+from lowbit.runtime.text.answer import THINKING_STARTS
 from lowbit.runtime.text.chat import output_start
+from lowbit.runtime.text.last_turn import PromptEnd, rest_start
 from lowbit.runtime.text.tools import form_of, knows_tools, read_json, read_tools
 
 # Fields with schemas or grammars, which may take long to prepare however short they are
@@ -73,6 +75,7 @@ class Asked:
     """The request of a body, the same for every API."""
 
     messages: Sequence[Mapping[str, Any]] = ()  # messages as OpenAI's chats have them
+    end: PromptEnd = "next"  # where the prompt of the messages ends
     # Token ids of prompts that are continued as they are; they stand for messages
     prompts: Sequence[Sequence[int]] = ()
     tools: Sequence[Mapping[str, Any]] = ()  # tools as OpenAI's chats have them
@@ -302,14 +305,19 @@ async def encode(model: ServedModel, asked: Asked, left_out: list[str], ask: Ask
             template_arguments=asked.template_arguments,
             left_out=left_out,
             ask=ask,
+            end=asked.end,
         )
     except TooLongError as error:
         raise TooLongError(str(error), hint=f"the context is {model.context} tokens") from None
+    start = rest_start if asked.end == "last" else output_start
+    begin = start(made.ids, model.tokenizer)
+    if asked.end == "last" and asked.thinking not in (None, begin in THINKING_STARTS):
+        left_out.append(THINKING)
     return Request(
         tuple(made.ids),
         model.defaults,
         images=made.images,
-        begin=output_start(made.ids, model.tokenizer),
+        begin=begin,
         tools=tools,
         form=form_of(model.template) if tools else None,
         parallel=asked.parallel,
@@ -341,6 +349,15 @@ def _is_whole(call: Mapping[str, Any]) -> bool:
         return isinstance(read_json(arguments or "{}"), dict | None)
     except ValueError:
         return False
+
+
+def with_begun_answer(
+    messages: Sequence[Mapping[str, Any]],
+) -> tuple[Sequence[Mapping[str, Any]], PromptEnd]:
+    """Messages whose last one, of the assistant, is continued; an empty one begins nothing."""
+    *before, last = messages
+    says = last["content"].strip() or any(last.get(key) for key in REASONING)
+    return (messages, "last") if says or not before else (before, "next")
 
 
 def can_switch_thinking(model: ServedModel) -> bool:

@@ -11,7 +11,7 @@ from lowbit.runtime.serve.apis.chat import ChatBody
 from lowbit.runtime.serve.apis.completions import CompletionBody
 from lowbit.runtime.serve.apis.messages import MessagesBody
 from lowbit.runtime.serve.apis.responses import ResponsesBody
-from lowbit.runtime.serve.apis.tokens import DetokenizeBody, TokenizeBody
+from lowbit.runtime.serve.apis.tokens import DetokenizeBody
 from lowbit.runtime.serve.app import BODIES
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.request.body import MEANT, MOST_LEFT_OUT, ModelBody
@@ -205,16 +205,8 @@ def test_hints_are_ignored_by_name(schema: type[ModelBody], name: str, value: ob
     assert parsed(schema, **{name: value}).ignored() == [name]
 
 
-def test_tokens_of_messages_have_the_prompt_of_an_answer() -> None:
-    """Until it can be left out, a request that asks for it is refused."""
-    body = {"messages": [TURN], "add_generation_prompt": True}
-    assert isinstance(parsed(TokenizeBody, **body), TokenizeBody)
-    with pytest.raises(ApiError, match="`add_generation_prompt` is not supported"):
-        parsed(TokenizeBody, **body | {"add_generation_prompt": False})
-
-
 def test_what_chats_do_anyway_may_be_said() -> None:
-    said = {"echo": False, "add_generation_prompt": True, "continue_final_message": False}
+    said = {"echo": False, "separate_reasoning": True}
     found = parsed(ChatBody, **said, max_tokens=-1, messages=[{**TURN, "tool_calls": None}])
     assert isinstance(found, ChatBody)
     assert found.max_tokens is None
