@@ -26,19 +26,23 @@ from lowbit.runtime.serve.apis.common import (
     usage_of,
 )
 from lowbit.runtime.serve.apis.docs import documented
+from lowbit.runtime.serve.apis.functions import (
+    FunctionFields,
+    asked_functions,
+    finish_reason,
+    function_delta,
+)
 from lowbit.runtime.serve.apis.tools import (
     ChatChoice,
     ChatCustomTool,
     ChatTools,
     chat_choice_of,
     custom_input,
-    functions_of,
 )
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.body import (
     NEUTRAL,
     TURNS,
-    Body,
     Ignored,
     SamplingBody,
     sampling_options,
@@ -86,7 +90,7 @@ class ReasoningSwitch(BaseModel):
     exclude: bool | None = None
 
 
-class PromptFields(Body):
+class PromptFields(FunctionFields):
     """Fields of which a prompt is made, beside the messages."""
 
     tools: ChatTools | None = None
@@ -176,7 +180,7 @@ def asked_of(model: ServedModel, body: ChatBody) -> Asked:
     most = body.max_completion_tokens or body.max_tokens
     return replace(
         prompt_of(model, body, body.messages),
-        parallel=body.parallel_tool_calls is not False,
+        parallel=body.parallel_tool_calls is not False and not body.functions,
         format=format_of(body),
         budget=next((each for each in budgets if each is not None), None),
         **sampling_options(body, most, (body.top_logprobs or 0) if body.logprobs else None),
@@ -189,11 +193,11 @@ def prompt_of(model: ServedModel, fields: PromptFields, messages: Sequence[Messa
     Raises:
         ApiError: an image cannot be read, or fields exclude each other.
     """
-    turns, end = _ending(fields, turns_of(messages))
-    functions = functions_of(fields.tools)
-    choice, tool, functions, missing = chat_choice_of(fields.tool_choice, functions)
+    functions, given = asked_functions(fields.tools, fields.tool_choice, fields)
+    choice, tool, functions, missing = chat_choice_of(given, functions)
     left_out = [*missing, *_left_out(model, fields)]
     left_out += read_images(contents_of(messages), model.prompts)
+    turns, end = _ending(fields, turns_of(messages))
     return Asked(
         messages=turns,
         end=end,
@@ -284,7 +288,10 @@ def _choice(one: Collected, index: int, body: ChatBody, tokenizer: Tokenizer) ->
     }
     if one.reasoning and _shows_reasoning(body):
         message |= {"reasoning": one.reasoning, "reasoning_content": one.reasoning}
-    if one.calls:
+    if one.calls and body.functions:
+        call = one.calls[0]
+        message["function_call"] = {"name": call.name, "arguments": call.arguments}
+    elif one.calls:
         names = custom_names(body)
         message["tool_calls"] = [_call(call, call.name in names) for call in one.calls]
     content = chat_logprobs(tokenizer, one.tokens) if body.logprobs else None
@@ -292,7 +299,7 @@ def _choice(one: Collected, index: int, body: ChatBody, tokenizer: Tokenizer) ->
         "index": index,
         "message": message,
         "logprobs": None if content is None else {"content": content, "refusal": None},
-        "finish_reason": one.end.chat_reason,
+        "finish_reason": finish_reason(body, one.end),
     }
 
 
@@ -314,7 +321,7 @@ class ChatEvents(ChunkWriter):
         super().__init__({**head, "object": "chat.completion.chunk"}, body, prompt_tokens)
         self._tokenizer, self._choices = tokenizer, body.count
         self._logprobs = bool(body.logprobs)
-        self._reasoning = _shows_reasoning(body)
+        self._body, self._reasoning = body, _shows_reasoning(body)
         self.custom_names = custom_names(body)
         self._custom: dict[tuple[int, int], str] = {}  # arguments, by answer and call
 
@@ -346,7 +353,7 @@ class ChatEvents(ChunkWriter):
                 if answer == delta.index:
                     custom = {"index": call, "custom": {"input": custom_input(arguments)}}
                     data += self._chunk(answer, {"tool_calls": [custom]})
-            data += self._chunk(delta.index, {}, delta.end.chat_reason)
+            data += self._chunk(delta.index, {}, finish_reason(self._body, delta.end))
         return data
 
     def _content(self, index: int, found: Event) -> dict[str, Any] | None:
@@ -355,6 +362,8 @@ class ChatEvents(ChunkWriter):
             if found.reasoning:
                 return {"reasoning": found.text, "reasoning_content": found.text}
             return {"content": found.text}
+        if self._body.functions:
+            return function_delta(found)
         if isinstance(found, ToolCallStart):
             custom = found.name in self.custom_names
             if custom:

@@ -94,7 +94,7 @@ class AssistantMessage(TolerantBody):
     thinking_blocks: ThinkingBlocks | None = None
     refusal: str | None = None
     audio: None = None
-    function_call: None = None
+    function_call: CalledFunction | None = None
     tool_calls: Calls | None = None
 
 
@@ -107,9 +107,19 @@ class ToolMessage(TolerantBody):
     name: str | None = None
 
 
+class FunctionMessage(TolerantBody):
+    """The result of a function, from before there were tools."""
+
+    role: Literal["function"]
+    content: Text | None = None
+    name: str | None = None
+
+
 Message = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage,
+    Field(discriminator="role"),
 ]
+RESULTS = ("tool", "function")  # roles of what was called
 
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
 
@@ -120,8 +130,8 @@ def contents_of(messages: Sequence[Message]) -> list[Content]:
         Content(
             each.content,
             f"messages[{number}].content",
-            shows=each.role in ("user", "tool"),
-            tool=each.role == "tool",
+            shows=each.role in ("user", *RESULTS),
+            tool=each.role in RESULTS,
         )
         for number, each in enumerate(messages)
     ]
@@ -134,6 +144,10 @@ def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _turn_of(message: Message) -> dict[str, Any]:
     turn = message.plain()
+    if message.role == "function":  # its call has the same id
+        turn |= {"role": "tool", "tool_call_id": message.name or ""}
+    if (function := turn.pop("function_call", None)) and "tool_calls" not in turn:
+        turn["tool_calls"] = [{"id": function["name"], "type": "function", "function": function}]
     if isinstance(message.content, list):
         turn["content"] = text_of(message.content)
     refusal = turn.pop("refusal", "")

@@ -60,8 +60,9 @@ from lowbit.runtime.text.tools import form_of, knows_tools, read_json, read_tool
 # Fields with schemas or grammars, which may take long to prepare however short they are
 WITH_SCHEMAS = frozenset(
     (
-        *("tools", "response_format", "structured_outputs", "text", "output_config"),
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "output_format"),
+        *("functions", "tools", "response_format", "structured_outputs", "text"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("output_config", "output_format"),
     )
 )
 NO_EFFORT = ("none", "off", "disabled", "false")  # of reasoning, as clients write it

@@ -6,7 +6,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -209,6 +209,21 @@ def seeing(seeing_folder: Path) -> Iterator[Running]:
     model = load(seeing_folder, device="cpu", context=2048, max_sequences=2)
     with running(model, log_prompts=True) as found:
         yield found
+
+
+Saying = Callable[[str], None]
+
+
+@pytest.fixture
+def saying(server: Running, say: Callable[[Sequence[int]], None]) -> Saying:
+    """`saying(text)`: the model chooses the tokens of the text, then ends of its turn."""
+    encode = server.model.tokenizer.encode
+
+    def start(text: str) -> None:
+        until(lambda: not busy(server))  # an answer that was ended may have a step under way
+        say([*encode(text), *encode("<|im_end|>" * 8)])
+
+    return start
 
 
 SlowDecoding = tuple[threading.Semaphore, threading.Event]

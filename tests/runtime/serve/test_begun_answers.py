@@ -1,14 +1,14 @@
 """Answers that a client has begun: the model goes on, and the answer is the rest alone."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import httpx2
 import pytest
 
-from tests.runtime.serve.conftest import LEFT_OUT, NAME, SHORT, Running, post, prompt_of
+from tests.runtime.serve.conftest import LEFT_OUT, NAME, SHORT, Running, Saying, post, prompt_of
 from tests.runtime.serve.sdks import anthropic_client, openai_client
 from tests.runtime.text.templates import rendered_by_transformers
 
@@ -18,14 +18,6 @@ BEGUN = [*STORY, {"role": "assistant", "content": "Once upon a"}]
 CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"name": "look", "parameters": {"type": "object", "properties": {}}}
-Say = Callable[[Sequence[int]], None]
-
-
-@pytest.fixture
-def saying(server: Running, say: Say) -> Callable[[str], None]:
-    """Make the model choose the tokens of a text, then ends of its turn."""
-    encode = server.model.tokenizer.encode
-    return lambda text: say([*encode(text), *encode("<|im_end|>" * 8)])
 
 
 def rest_of(server: Running, prompt: str, count: int) -> Any:
@@ -131,7 +123,7 @@ def test_an_empty_message_begins_nothing(agents: Running, caplog: pytest.LogCapt
             assert prompt == expected
 
 
-def test_a_begun_answer_ends_the_reasoning(server: Running, saying: Callable[[str], None]) -> None:
+def test_a_begun_answer_ends_the_reasoning(server: Running, saying: Saying) -> None:
     for switch in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
         saying(" time")
         found = post(server, CHAT, messages=BEGUN, thinking_token_budget=0, **CONTINUED, **switch)
@@ -142,7 +134,7 @@ def test_a_begun_answer_ends_the_reasoning(server: Running, saying: Callable[[st
         assert found.headers.get(LEFT_OUT) == ("enable_thinking" if asked else None)
 
 
-def test_a_begun_thought_is_continued(server: Running, saying: Callable[[str], None]) -> None:
+def test_a_begun_thought_is_continued(server: Running, saying: Saying) -> None:
     begun = [*STORY, {"role": "assistant", "content": "<think>\nI could"}]
     for switch in ({}, {"enable_thinking": False}):
         saying(" try.\n</think>\n\nWell")
@@ -190,7 +182,7 @@ def test_a_thought_of_its_own_field_is_whole(
     assert prompt == expected
 
 
-def test_calls_and_grammars_are_of_the_rest(server: Running, saying: Callable[[str], None]) -> None:
+def test_calls_and_grammars_are_of_the_rest(server: Running, saying: Saying) -> None:
     begun = [*STORY, {"role": "assistant", "content": "Let me look."}]
     saying('\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>')
     tools = [{"type": "function", "function": TOOL}]

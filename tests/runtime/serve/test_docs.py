@@ -57,7 +57,7 @@ def test_describes_every_call_and_every_field(server: Running) -> None:
         for field in document["components"]["schemas"][name]["properties"]:
             assert f" {field} " in found.text, (name, field)
     assert f"curl {server.url}/v1/chat/completions" in found.text
-    assert "ToolMessage , at least 1, at most 4,096" in found.text
+    assert "FunctionMessage , at least 1, at most 4,096" in found.text
 
 
 def test_has_no_scripts_and_no_other_hosts(server: Running) -> None:

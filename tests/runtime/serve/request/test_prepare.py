@@ -28,12 +28,18 @@ def named(schema: dict[str, Any], strict: bool = False) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "strict": strict, "schema": schema}}
 
 
+F = {"name": "f", "parameters": {"type": "object"}}
 STRICT = {
     "type": "function",
     "function": {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}},
 }
 WRONG: list[tuple[dict[str, Any], str | None, str]] = [
-    ({"functions": []}, "functions", "not supported"),
+    ({"functions": [F], "tools": [tool({})]}, "functions", "exclude each other"),
+    ({"functions": [{}]}, "functions[0].name", "missing"),
+    ({"functions": [F] * 129}, "functions", "128 items, got 129"),
+    ({"functions": [F], "function_call": {"name": "g"}}, "function_call", "has no `g`"),
+    ({"function_call": {"name": "g"}}, "function_call", "has no `g`"),
+    ({"functions": [F], "function_call": "any"}, "function_call", "any"),
     ({"max_tokens": "9"}, "max_tokens", "integer"),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
     ({"temperature": -1}, "temperature", "from 0"),
