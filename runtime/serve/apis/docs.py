@@ -31,6 +31,7 @@ ERRORS = {
     404: "Another model.",
     408: "The body does not come.",
     413: "Too long a body.",
+    415: "A body packed in a way that is not known.",
     429: "The queue is full; see Retry-After.",
     500: "The server failed.",
     503: "The server is shutting down.",

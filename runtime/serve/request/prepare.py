@@ -4,7 +4,6 @@ Short requests without schemas are prepared on the event loop, with no wait but 
 template, so that one is at the engine while the next is read; threads prepare the others.
 """
 
-import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,19 +19,16 @@ from lowbit.formats.text.worker import Ask, blocking
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.errors import (
-    ApiError,
-    ClientLeftError,
     invalid,
     of_lowbit,
-    shutting_down,
 )
 from lowbit.runtime.serve.link.messages import Constraints
 from lowbit.runtime.serve.logs import Record
-from lowbit.runtime.serve.protocol import has_whole_body
 from lowbit.runtime.serve.request.body import AnswerBody, ModelBody
+from lowbit.runtime.serve.request.body_bytes import packing_of, read_parts, unpacked
 from lowbit.runtime.serve.request.body_json import loads_body
 from lowbit.runtime.serve.request.contents import media_of
-from lowbit.runtime.serve.request.explain import FEWER, WRONG, explained, got
+from lowbit.runtime.serve.request.explain import WRONG, explained, got
 from lowbit.runtime.serve.request.forms import (
     AnswerFormat,
     AskedGrammar,
@@ -42,10 +38,8 @@ from lowbit.runtime.serve.request.forms import (
 )
 from lowbit.runtime.serve.request.images import without_data
 from lowbit.runtime.serve.served_model import ServedModel
-from lowbit.runtime.serve.service import PendingBodies, Service, record_of, service_of
+from lowbit.runtime.serve.service import Service, record_of, service_of
 from lowbit.runtime.serve.settings import (
-    BODY_TIMEOUT_S,
-    LEAST_BODY_RATE,
     MOST_BODY_BYTES,
     MOST_IMAGE_BODY_BYTES,
     SHORT_BODY_BYTES,
@@ -107,24 +101,25 @@ async def read_request(http: HttpRequest, schema: type[OfModel]) -> tuple[Servic
     """Read the body of a request for the model of this server and check it against a schema.
 
     Raises:
-        ApiError: the body is too long, too slow, no JSON, or breaks the schema; 404 for another
-            model.
+        ApiError: the body is too long, too slow, packed in a way that is not known, no JSON, or
+            breaks the schema; 404 for another model.
         ClientLeftError: the client left before the end.
     """
     service = service_of(http)
     sees = service.model.prompts.images is not None
     most = MOST_IMAGE_BODY_BYTES if sees else MOST_BODY_BYTES
-    parts = await _read(http, service.pending, most)
-    size = sum(map(len, parts))
+    packing = packing_of(http.headers)
+    parts = await read_parts(http, service.pending, most)
 
-    def parsed() -> OfModel:
-        raw = b"".join(parts)
+    def parsed() -> tuple[OfModel, int]:
+        raw = b"".join(parts) if packing is None else unpacked(parts, packing, most)
         parts.clear()
         body = parse(raw, schema)
         body.shows_images = sees and any(each.shows for each in media_of(body.contents()))
-        return body
+        return body, len(raw)
 
-    body = parsed() if size <= THREAD_BODY_BYTES else await service.in_thread(parsed)
+    here = packing is None and sum(map(len, parts)) <= THREAD_BODY_BYTES
+    body, size = parsed() if here else await service.in_thread(parsed)
     record_of(http).short = (
         size <= SHORT_BODY_BYTES
         and not body.shows_images
@@ -450,49 +445,3 @@ def parse(raw: bytes, schema: type[OfModel]) -> OfModel:
         return schema.read(content)
     except ValidationError as error:
         raise explained(error, content) from None
-
-
-async def _read(http: HttpRequest, pending: PendingBodies, most: int) -> list[bytes]:
-    """The parts of the whole body; limits hold while it is read, whatever the headers say."""
-    declared = http.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > most:
-        raise _too_large(most)
-    if has_whole_body(http.receive):
-        message = await http.receive()  # which does not wait
-        if message["type"] == "http.disconnect":
-            raise ClientLeftError
-        body: bytes = message["body"]
-        if len(body) > most:
-            raise _too_large(most)
-        return [body]
-    parts: list[bytes] = []
-    size, more, began = 0, True, time.perf_counter()
-    while more:
-        left = BODY_TIMEOUT_S + size / LEAST_BODY_RATE - (time.perf_counter() - began)
-        try:
-            async with pending.wait(min(left, BODY_TIMEOUT_S)):
-                message = await http.receive()
-        except TimeoutError:
-            raise (shutting_down() if pending.closed else _too_slow()) from None
-        if message["type"] == "http.disconnect":
-            raise ClientLeftError
-        part = message.get("body", b"")
-        size += len(part)
-        more = message.get("more_body", False)
-        if size > most:
-            raise _too_large(most)
-        parts.append(part)
-    return parts
-
-
-def _too_slow() -> ApiError:
-    return ApiError(408, "the body of the request does not come", headers={"Connection": "close"})
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(
-        413,
-        f"the body has more than {most} bytes; {FEWER}",
-        code="request_too_large",
-        headers={"Connection": "close"},
-    )

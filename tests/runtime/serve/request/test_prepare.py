@@ -1,15 +1,11 @@
 """Requests that are refused: by the name of the field, with OpenAI's error object."""
 
-import asyncio
 from typing import Any
 
 import httpx2
 import pytest
-from starlette.requests import Request as HttpRequest
 
-from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.request import prepare
-from lowbit.runtime.serve.service import PendingBodies
 from tests.runtime.serve.conftest import NAME, Running
 
 CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}]}
@@ -148,17 +144,3 @@ def test_other_errors_are_objects_too(server: Running) -> None:
         assert client.get("/report").status_code == 404
         page = client.get("/")
         assert "default-src 'none'" in page.headers["content-security-policy"]
-
-
-def test_a_body_that_comes_byte_by_byte_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "BODY_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(prepare, "LEAST_BODY_RATE", 1 << 30)
-
-    async def receive() -> dict[str, object]:
-        await asyncio.sleep(0)
-        return {"type": "http.request", "body": b" ", "more_body": True}
-
-    request = HttpRequest({"type": "http", "headers": []}, receive)
-    with pytest.raises(ApiError, match="does not come") as error:
-        asyncio.run(prepare._read(request, PendingBodies(1), 1 << 20))
-    assert error.value.status == 408
