@@ -19,7 +19,6 @@ from lowbit.runtime.serve.request.body import (
     PLAIN,
     TURNS,
     AnswerBody,
-    Body,
     DrawFields,
     Ignored,
     RequestBody,
@@ -28,7 +27,7 @@ from lowbit.runtime.serve.request.body import (
     TolerantBody,
 )
 from lowbit.runtime.serve.request.contents import Content
-from lowbit.runtime.serve.request.forms import ChoiceMode, schema_format
+from lowbit.runtime.serve.request.forms import ChoiceMode, FlatSchemaFormat, schema_format
 from lowbit.runtime.serve.request.images import read_images
 from lowbit.runtime.serve.request.parts import (
     MediaPart,
@@ -142,18 +141,11 @@ class ThinkingConfig(SettingsBody):
     display: Ignored[Any] = None
 
 
-class SchemaFormat(Body):
-    """`output_config.format`."""
-
-    type: Literal["json_schema"]
-    json_schema: dict[str, Any] = Field(alias="schema")
-
-
 class OutputConfig(SettingsBody):
     """`output_config`."""
 
     effort: Ignored[Any] = None
-    format: SchemaFormat | None = None
+    format: FlatSchemaFormat | None = None
 
 
 AnyTool = Annotated[
@@ -174,7 +166,7 @@ class CountBody(RequestBody):
     thinking: ThinkingConfig | None = None
     enable_thinking: bool | None = None
     output_config: OutputConfig | None = None
-    output_format: SchemaFormat | None = None  # its former name in the beta
+    output_format: FlatSchemaFormat | None = None  # its former name in the beta
     # Those of a message that change nothing of its prompt
     max_tokens: Ignored[Any] = None
     stop_sequences: Ignored[Any] = None
@@ -288,7 +280,7 @@ def asked_of(model: ServedModel, body: CountBody) -> Asked:
         parallel=parallel,
         format=None
         if config is None
-        else schema_format(config.json_schema, "output_config.format"),
+        else schema_format(config.json_schema, "output_config.format", config.strict),
         thinking=on if can_switch_thinking(model) else None,
         budget=None if thinking is None else thinking.budget_tokens,
         left_out=left_out,

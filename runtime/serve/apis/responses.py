@@ -26,7 +26,6 @@ from lowbit.runtime.serve.request.body import (
     PLAIN,
     TURNS,
     AnswerBody,
-    Body,
     DrawFields,
     Ignored,
     SettingsBody,
@@ -34,6 +33,7 @@ from lowbit.runtime.serve.request.body import (
 from lowbit.runtime.serve.request.contents import Content
 from lowbit.runtime.serve.request.forms import (
     AnswerFormat,
+    FlatSchemaFormat,
     JsonObjectFormat,
     TextFormat,
     schema_format,
@@ -51,21 +51,11 @@ from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.state.sampling_params import SamplingParams
 
 
-class NamedSchemaFormat(Body):
-    """JSON under a schema."""
-
-    type: Literal["json_schema"]
-    name: Ignored[str | None] = None
-    description: Ignored[str | None] = None
-    json_schema: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-
-
 class TextConfig(SettingsBody):
     """`text`."""
 
     format: (
-        Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat, Field(discriminator="type")]
+        Annotated[TextFormat | JsonObjectFormat | FlatSchemaFormat, Field(discriminator="type")]
         | None
     ) = None
     verbosity: Ignored[Any] = None
@@ -236,7 +226,7 @@ def asked_of(model: ServedModel, body: ResponsesBody) -> Asked:
 
 def _format_of(body: ResponsesBody) -> AnswerFormat | None:
     given = None if body.text is None else body.text.format
-    if isinstance(given, NamedSchemaFormat):
+    if isinstance(given, FlatSchemaFormat):
         return schema_format(given.json_schema, "text.format.schema", given.strict)
     if isinstance(given, JsonObjectFormat):
         if given.json_schema is not None:

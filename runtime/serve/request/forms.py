@@ -1,7 +1,7 @@
 """The form of an answer: the fields that ask for one, and the grammar that holds it."""
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -85,19 +85,68 @@ class JsonObjectFormat(Body):
     json_schema: JsonSchema | None = Field(default=None, alias="schema")
 
 
+# Keywords by which an object is known as a schema, with the kinds of their values
+SIGNS: dict[str, type | tuple[type, ...]] = {
+    "$ref": str,
+    "$schema": str,
+    "properties": dict,
+    "type": (str, list),
+    **dict.fromkeys(("allOf", "anyOf", "enum", "oneOf"), list),
+}
+BESIDE = ("name", "description", "strict")  # of a schema
+
+
+def _named_schema(value: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`json_schema` of a format that has it, or its content beside the type; None for neither.
+
+    The schema itself may stand in its place, with a name beside its keywords.
+    """
+    found, schema = _parsed(value.get("json_schema")), value.get("schema")
+    if (found is None) == (schema is None):
+        return None
+    beside = {name: value[name] for name in BESIDE if name in value}
+    if schema is not None:
+        return {**beside, "schema": schema}
+    if not isinstance(found, dict):
+        return None
+    if "schema" in found or not any(isinstance(found.get(key), SIGNS[key]) for key in SIGNS):
+        return {**beside, **found}
+    keywords = {key: each for key, each in found.items() if key not in ("name", "strict")}
+    beside |= {key: found[key] for key in ("name", "strict") if key in found}
+    return {**beside, "schema": keywords}
+
+
 class JsonSchemaFormat(Body):
-    """JSON under a schema, which llama.cpp has without a name around it."""
+    """JSON under a schema; other servers and APIs have it without a name around it."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
     @model_validator(mode="before")
     @classmethod
-    def _name(cls, value: object) -> object:
-        if not isinstance(value, dict) or "json_schema" in value or "schema" not in value:
+    def _nested(cls, value: object) -> object:
+        if not isinstance(value, dict) or (named := _named_schema(value)) is None:
             return value
-        others = {name: each for name, each in value.items() if name != "schema"}
-        return {**others, "json_schema": {"schema": value["schema"]}}
+        others = {key: each for key, each in value.items() if key not in (*BESIDE, "schema")}
+        return {**others, "json_schema": named}
+
+
+class FlatSchemaFormat(Body):
+    """The same as /v1/responses and /v1/messages have it."""
+
+    type: Literal["json_schema"]
+    name: Ignored[str | None] = None
+    description: Ignored[str | None] = None
+    json_schema: JsonSchema = Field(alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, value: object) -> object:
+        if not isinstance(value, dict) or (named := _named_schema(value)) is None:
+            return value
+        others = {key: each for key, each in value.items() if key not in (*BESIDE, "json_schema")}
+        return {**others, **named}
 
 
 ResponseFormat = Annotated[

@@ -114,6 +114,15 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     (RESPONSES, {"text": {"format": {"type": "json_object", "schema": FLAG}}}),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": FLAG}}),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": json.dumps(FLAG)}}),
+    (CHAT, {"response_format": {"type": "json_schema", "name": "f", "schema": FLAG}}),
+    (CHAT, {"response_format": {"type": "json_schema", "strict": True, "json_schema": FLAG}}),
+    (
+        RESPONSES,
+        {"text": {"format": {"type": "json_schema", "json_schema": {"name": "f", "schema": FLAG}}}},
+    ),
+    (MESSAGES, {"output_format": {"type": "json_schema", "json_schema": FLAG}}),
 ]
 
 

@@ -1,15 +1,73 @@
 """Formats of answers that requests ask for."""
 
+import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from lowbit.runtime.serve.apis.chat import ChatBody
 from lowbit.runtime.serve.errors import ApiError
-from lowbit.runtime.serve.request.forms import schema_format
+from lowbit.runtime.serve.request.forms import (
+    FlatSchemaFormat,
+    JsonSchemaFormat,
+    format_of,
+    schema_format,
+)
 
 
 def schema_of(bound: float) -> dict[str, Any]:
     return {"type": "object", "properties": {"x": {"type": "integer", "maximum": bound}}}
+
+
+OBJECT = {"type": "object", "properties": {"schema": {"type": "integer"}}}
+NAMED = {"name": "n", "strict": True}
+ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"json_schema": {"schema": OBJECT}}, {"schema": OBJECT}),
+    ({"json_schema": {"schema": json.dumps(OBJECT)}}, {"schema": OBJECT}),
+    ({"json_schema": {**NAMED, "schema": OBJECT}}, {**NAMED, "schema": OBJECT}),
+    ({"schema": OBJECT}, {"schema": OBJECT}),
+    ({"schema": OBJECT, "json_schema": None, "name": "n"}, {"name": "n", "schema": OBJECT}),
+    ({"json_schema": OBJECT}, {"schema": OBJECT}),
+    ({"json_schema": {**NAMED, **OBJECT}}, {**NAMED, "schema": OBJECT}),
+    ({"json_schema": OBJECT, **NAMED}, {**NAMED, "schema": OBJECT}),
+    ({"json_schema": {"name": "m", **OBJECT}, **NAMED}, {**NAMED, "name": "m", "schema": OBJECT}),
+    ({"json_schema": {"description": "d", **OBJECT}}, {"schema": {"description": "d", **OBJECT}}),
+    ({"json_schema": {"anyOf": [OBJECT]}}, {"schema": {"anyOf": [OBJECT]}}),
+    ({"json_schema": {"enum": [1], "schema": OBJECT}}, {}),  # which of the two is it?
+    ({"json_schema": OBJECT, "schema": OBJECT}, {}),
+    ({"json_schema": {"type": {"type": "string"}}}, {}),  # properties without their keyword
+    ({"json_schema": {"title": "T"}}, {}),
+    ({"json_schema": "{"}, {}),
+    ({"json_schema": [OBJECT]}, {}),
+    ({"schema": 5}, {}),
+    ({"json_schema": {"name": {"type": "string"}, **OBJECT}}, {}),
+    ({"json_schema": {"strict": "yes", **OBJECT}}, {}),
+]
+
+
+@pytest.mark.parametrize(("given", "meant"), ALIKE)
+def test_a_schema_has_one_reading_or_none(given: dict[str, Any], meant: dict[str, Any]) -> None:
+    """Without one it is refused."""
+    for kind in (JsonSchemaFormat, FlatSchemaFormat):
+        content = {"type": "json_schema", **given}
+        before = json.dumps(content)
+        if not meant:
+            with pytest.raises(ValidationError):
+                kind.model_validate(content)
+        else:
+            found = kind.model_validate(content)
+            named = found.json_schema if isinstance(found, JsonSchemaFormat) else found
+            assert named.model_dump(exclude_none=True, by_alias=True, exclude={"type"}) == meant
+        assert json.dumps(content) == before
+
+
+def test_a_named_format_without_a_schema_is_any_object() -> None:
+    body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    body |= {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}
+    found = format_of(ChatBody.read(body))
+    assert found is not None
+    assert found.kind == "json_object"
 
 
 def test_strict_schemas_refuse_bounds_that_would_be_rounded() -> None:
