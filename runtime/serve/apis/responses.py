@@ -96,7 +96,7 @@ class ResponsesBody(DrawFields, AnswerBody):
     reasoning: ReasoningConfig | None = None
     enable_thinking: bool | None = None
     stream_options: Ignored[ResponsesStreamOptions | None] = None
-    truncation: Ignored[Literal["disabled", "auto"] | None] = None
+    truncation: Literal["disabled", "auto"] | None = None
     background: Ignored[Literal[False] | None] = None
     metadata: Ignored[dict[str, Any] | None] = None
     max_tool_calls: Ignored[int | None] = None
@@ -160,7 +160,7 @@ def _begun(body: ResponsesBody, sampling: SamplingParams) -> dict[str, Any]:
             tool | each if each["type"] == "function" else each for each in given.get("tools", ())
         ],
         "tool_choice": given.get("tool_choice", "auto"),
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "text": {"format": given.get("text", {}).get("format", {"type": "text"})},
         "top_p": sampling.top_p,
@@ -216,6 +216,7 @@ def asked_of(model: ServedModel, body: ResponsesBody) -> Asked:
         tool=named,
         parallel=body.parallel_tool_calls is not False,
         format=_format_of(body),
+        truncate=body.truncation == "auto",
         thinking=switch if can_switch_thinking(model) else None,
         left_out=left_out,
         sampling=body.sampling(),

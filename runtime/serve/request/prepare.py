@@ -37,6 +37,7 @@ from lowbit.runtime.serve.request.forms import (
     grammar_of_format,
 )
 from lowbit.runtime.serve.request.images import without_data
+from lowbit.runtime.serve.request.truncation import shortened
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.service import Service, record_of, service_of
 from lowbit.runtime.serve.settings import (
@@ -71,6 +72,7 @@ class Asked:
 
     messages: Sequence[Mapping[str, Any]] = ()  # messages as OpenAI's chats have them
     end: PromptEnd = "next"  # where the prompt of the messages ends
+    truncate: bool = False  # the oldest messages are left out where all do not fit the context
     # Token ids of prompts that are continued as they are; they stand for messages
     prompts: Sequence[Sequence[int]] = ()
     tools: Sequence[Mapping[str, Any]] = ()  # tools as OpenAI's chats have them
@@ -292,17 +294,23 @@ async def encode(model: ServedModel, asked: Asked, left_out: list[str], ask: Ask
     if tools and asked.choice == "auto" and not knows_tools(model.template):
         tools = ()  # the model may answer without one
         left_out.append("tools")
-    messages = [_with_cut_calls_as_text(message) for message in asked.messages]
+    messages = without_data([_with_cut_calls_as_text(each) for each in asked.messages], left_out)
+    made_of = partial(
+        model.prompts.encode_prompt_later,
+        thinking=asked.thinking,
+        tools=tools,
+        template_arguments=asked.template_arguments,
+        left_out=left_out,
+        ask=ask,
+        end=asked.end,
+    )
     try:
-        made = await model.prompts.encode_prompt_later(
-            without_data(messages, left_out),
-            thinking=asked.thinking,
-            tools=tools,
-            template_arguments=asked.template_arguments,
-            left_out=left_out,
-            ask=ask,
-            end=asked.end,
-        )
+        if asked.truncate:
+            most = asked.max_new_tokens
+            made, number = await shortened(made_of, messages, model.context, most)
+            left_out += [f"{number} oldest messages"] if number else []
+        else:
+            made = await made_of(messages)
     except TooLongError as error:
         raise TooLongError(str(error), hint=f"the context is {model.context} tokens") from None
     start = rest_start if asked.end == "last" else output_start
