@@ -36,6 +36,7 @@ from lowbit.runtime.serve.apis.tools import (
     ChatChoice,
     ChatCustomTool,
     ChatTools,
+    FunctionName,
     chat_choice_of,
     custom_input,
 )
@@ -177,11 +178,13 @@ def asked_of(model: ServedModel, body: ChatBody) -> Asked:
         budgets.append(body.thinking.budget_tokens)
     if body.reasoning is not None:
         budgets.append(body.reasoning.max_tokens)
-    most = body.max_completion_tokens or body.max_tokens
+    most, form = body.max_completion_tokens or body.max_tokens, format_of(body)
+    if form is not None and isinstance(body.function_call, FunctionName):
+        raise invalid(f"`function_call` excludes `{form.param}`", "function_call")
     return replace(
         prompt_of(model, body, body.messages),
         parallel=body.parallel_tool_calls is not False and not body.functions,
-        format=format_of(body),
+        format=form,
         budget=next((each for each in budgets if each is not None), None),
         **sampling_options(body, most, (body.top_logprobs or 0) if body.logprobs else None),
     )
@@ -222,9 +225,7 @@ def _ending(
     if turns[-1]["role"] != "assistant":
         return turns, "last"
     if turns[-1].get("tool_calls"):
-        raise invalid(
-            f"`{where}`: the last message has `tool_calls`, only text is continued", where
-        )
+        raise invalid(f"`{where}` continues text, and the last message has calls", where)
     return with_begun_answer(turns)
 
 

@@ -210,7 +210,7 @@ def test_a_form_is_that_of_the_rest(server: Running) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"add_generation_prompt": True}, "exclude each other"),
-    ({"messages": [*STORY, {"role": "assistant", "tool_calls": [CALL]}]}, "has `tool_calls`"),
+    ({"messages": [*STORY, {"role": "assistant", "tool_calls": [CALL]}]}, "has calls"),
     ({"continue_final_message": "content"}, "must be `true` or `false`"),
     ({"messages": []}, "at least 1"),
 ]

@@ -25,6 +25,7 @@ def named(schema: dict[str, Any], strict: bool = False) -> dict[str, Any]:
 
 
 F = {"name": "f", "parameters": {"type": "object"}}
+CALL_F = {"function_call": {"name": "f"}}
 STRICT = {
     "type": "function",
     "function": {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}},
@@ -35,6 +36,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"functions": [F] * 129}, "functions", "128 items, got 129"),
     ({"functions": [F], "function_call": {"name": "g"}}, "function_call", "has no `g`"),
     ({"function_call": {"name": "g"}}, "function_call", "has no `g`"),
+    ({"functions": [F], **CALL_F, "guided_regex": "a"}, "function_call", "excludes `guided_regex`"),
     ({"functions": [F], "function_call": "any"}, "function_call", "any"),
     ({"max_tokens": "9"}, "max_tokens", "integer"),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
