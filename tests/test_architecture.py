@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "runtime": {"runtime", "formats"},
 }
 SHELL = ROOT / "formats" / "shell"  # which alone in formats may import these
-KERNELS = {"columns_cuda.py", "search_cuda.py"}  # alone in convert with triton
+KERNELS = {"columns_cuda.py", "metrics_cuda.py", "search_cuda.py"}  # alone in convert with triton
 SHELL_IMPORTS = {"click", "click_default_group", "rich"}
 NEVER_IMPORTS = {
     "formats": {*SHELL_IMPORTS, "compressed_tensors", "numpy", "transformers", "triton"},

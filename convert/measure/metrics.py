@@ -68,6 +68,13 @@ class LogitSums:
             a: [tokens, rows] float32 logits of the original.
             b: same of the packed model.
         """
+        if a.is_cuda:
+            from lowbit.convert.measure import metrics_cuda
+
+            both = self._max, self._exp, self._label, self._square, self._top
+            sums = self.labels, *both, self._other, self._product, self._cross
+            metrics_cuda.add(sums, tokens, first_row, a, b)
+            return
         label = self.labels[tokens] - first_row
         inside = (label >= 0) & (label < a.shape[1])
         label = label.clamp(0, a.shape[1] - 1)[:, None]

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 CAPABILITIES = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
 FIRST, SECOND = 0, 1  # parts of an operand
 LEFT, RIGHT = (FIRST, FIRST, SECOND), (FIRST, SECOND, FIRST)  # products: 1 1, 1 2, 2 1
+LEAST_INNER = 512  # columns of a: parts of fewer take longer to make than they save
 MATMULS = (torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul, torch.Tensor.mm, torch.mm)
 
 
@@ -91,6 +92,7 @@ def _fit(*operands: Any) -> bool:
         and a.dtype == b.dtype == torch.float32
         and a.dim() >= 2
         and b.dim() == 2
+        and a.shape[-1] >= LEAST_INNER
         and not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
     )
 

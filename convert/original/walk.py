@@ -16,6 +16,7 @@ from lowbit.convert.original.threads import Pool, ordered
 from lowbit.formats.errors import CheckpointError
 
 HEAD_ROWS = 4096  # of the vocabulary at a time
+COST_ROWS = {"cpu": HEAD_ROWS, "cuda": 4 * HEAD_ROWS}  # where many models are compared
 HEAD_TOKENS = {"cpu": 256, "cuda": 2048}  # a block, of which every CPU thread has one
 SUM_TOKENS = {"cpu": 32, "cuda": 2048}  # of a block at a time, so that FP64 stays in cache
 # Through a layer at a time, for each CPU thread; and where sums over batches decide codes.
@@ -36,12 +37,9 @@ def embed(model: LayeredModel, windows: Tensor, device: torch.device) -> Tensor:
             f"the tokenizer gives token {int(windows.max())}, "
             f"`{model.weights.name}` has a vocabulary of {model.vocabulary}"
         )
-    flat = windows.reshape(-1).to(device)
-    out = torch.empty(len(flat), model.hidden_size, device=device)
-    for first, rows in model.weights.rows(model.embedding, HEAD_ROWS, device):
-        here = ((flat >= first) & (flat < first + len(rows))).nonzero()[:, 0]
-        out[here] = rows[flat[here] - first]
-    hidden = out.view(*windows.shape, -1)
+    tokens, places = torch.unique(windows.cpu(), return_inverse=True)
+    rows = model.weights.some_rows(model.embedding, tokens, device)
+    hidden = rows[places.to(device)]
     if (images := model.images) is not None:
         stop = images.start + images.embeddings.shape[1]
         hidden[:, images.start : stop] = images.embeddings.to(device)

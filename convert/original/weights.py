@@ -32,6 +32,8 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import FLOATS
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 
+PACKED_ROWS = 4096  # of an embedding, unpacked at a time
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -127,6 +129,31 @@ class Weights:
             return
         for start, block, _ in self.packed_rows(name.removesuffix(".weight"), count, device):
             yield start, block
+
+    def some_rows(self, name: str, numbers: Tensor, device: torch.device) -> Tensor:
+        """Some rows of an embedding: [len(numbers), K] float32 on the device.
+
+        Args:
+            numbers: [rows] int64 on the CPU, ascending.
+
+        Raises:
+            CheckpointError, FormatError: as `read`.
+        """
+        stored = name if self.rotation is None else self.rotation.source(name)
+        if stored not in self.checkpoint.tensors:
+            return torch.cat(list(self._some_packed_rows(name, numbers, device)))
+        self._check_dtype(stored)
+        chosen = self.checkpoint.read_some(stored, numbers.tolist())
+        if self.rotation is not None:  # each of an embedding's rows by itself
+            return self.rotation.rows(name, 0, chosen, device)
+        return chosen.to(device).to(torch.float32)
+
+    def _some_packed_rows(
+        self, name: str, numbers: Tensor, device: torch.device
+    ) -> Iterator[Tensor]:
+        for start, block in self.rows(name, PACKED_ROWS, device):
+            inside = (numbers >= start) & (numbers < start + len(block))
+            yield block[(numbers[inside] - start).to(device)]
 
     def packed_rows(
         self, module: str, count: int, device: torch.device

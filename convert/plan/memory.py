@@ -14,6 +14,7 @@ import torch
 
 from lowbit.convert.original.walk import (
     BATCH_TOKENS,
+    COST_ROWS,
     HEAD_ROWS,
     HEAD_TOKENS,
     LEARNING_TOKENS,
@@ -267,7 +268,7 @@ def costs_memory(
     V, h = tensor_table(config)[0].shape
     window = (len(sets) + 2) * length * h * 4 * 5 // 4
     workers = threads + 1 if device == "cpu" else 1
-    logits = 4 * HEAD_TOKENS[device] * min(V, HEAD_ROWS) * 4 * workers
+    logits = 4 * HEAD_TOKENS[device] * min(V, COST_ROWS[device]) * 4 * workers
     work = rotated * window + 3 * V * h * 4 + logits
     return _placed(base.ram, base.gpu + work, window, device)
 

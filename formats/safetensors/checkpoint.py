@@ -92,6 +92,17 @@ class Checkpoint:
         self._fill(info, info.offset + start * info.row_bytes, out)
         return out
 
+    def read_some(self, name: str, numbers: Sequence[int]) -> Tensor:
+        """Read some rows of a tensor, each by itself: [len(numbers), ...]."""
+        info = self.tensors[name]
+        if name in self.derived:
+            return self.read(name)[list(numbers)]
+        out = torch.empty((len(numbers), *info.shape[1:]), dtype=info.dtype)
+        if out.numel():
+            starts = (info.offset + number * info.row_bytes for number in numbers)
+            _read_pieces(self.folder / info.file, list(starts), out)
+        return out
+
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor into a contiguous CPU tensor of its dtype and size, without another copy.
 
@@ -129,18 +140,24 @@ def read_at(path: Path, offset: int, out: Tensor) -> None:
     Raises:
         CheckpointError: the file ends first, or `reopen` refuses it.
     """
-    view = out.view(-1).view(torch.uint8).numpy().data
-    done = 0
+    _read_pieces(path, [offset], out)
+
+
+def _read_pieces(path: Path, starts: Sequence[int], out: Tensor) -> None:
+    """`read_at` of pieces of one size, which follow each other in `out`."""
+    view = out.view(len(starts), -1).view(torch.uint8).numpy()
     with reopen(path) as file:
-        while done < len(view):
-            piece = view[done : done + MOST_AT_ONCE]
-            count = os.preadv(file.fileno(), [piece], offset + done)
-            if count == 0:
-                raise CheckpointError(
-                    f"`{path.name}` ends at byte {offset + done}, expected {offset + len(view)}",
-                    hint="the file is cut short; download or copy it again",
-                )
-            done += count
+        for start, row in zip(starts, view, strict=True):
+            piece, size, done = row.data, len(row), 0
+            while done < size:
+                part = piece[done : done + MOST_AT_ONCE]
+                count = os.preadv(file.fileno(), [part], start + done)
+                if count == 0:
+                    raise CheckpointError(
+                        f"`{path.name}` ends at byte {start + done}, expected {start + size}",
+                        hint="the file is cut short; download or copy it again",
+                    )
+                done += count
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

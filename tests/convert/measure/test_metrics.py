@@ -1,11 +1,13 @@
 """Sums over a vocabulary in blocks against FP64 log-softmax over all of it."""
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
 from torch import Tensor
 
+from lowbit.convert.measure import metrics_cuda
 from lowbit.convert.measure.metrics import (
     MAX_WINDOWS,
     LogitSums,
@@ -29,6 +31,41 @@ def figures(a: Tensor, b: Tensor, labels: Tensor, rows: int, tokens: int) -> Tok
             columns = slice(first, first + rows)
             sums.add(part, first, a[part, columns], b[part, columns])
     return sums.finish()
+
+
+@pytest.mark.parametrize("scale", [3.0, 1e4])
+def test_the_kernel_has_the_same_sums(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, labels = (x[:6] for x in logits(1, scale, scale / 2))
+    check_kernel((a, b, labels), 90, 4, monkeypatch)
+
+
+@pytest.mark.gpu
+def test_the_kernel_has_the_same_sums_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, _ = (torch.randn(300, 4096) * 5 for _ in range(3))
+    labels = torch.randint(4096, (300,))
+    b[2, 9] = a[3] = torch.nan
+    check_kernel((a, a + 0.1 * b, labels), 2500, 128, monkeypatch)
+
+
+def check_kernel(
+    given: tuple[Tensor, Tensor, Tensor], rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of both, where a token's largest logits tie."""
+    given[0][0, 7:] = given[0][0, 7]
+    plain = figures(*given, rows, tokens)
+    if torch.cuda.is_available():
+        given = given[0].cuda(), given[1].cuda(), given[2].cuda()
+    else:
+        monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(metrics_cuda, "BLOCK", 128)
+    found = figures(*given, rows, tokens)
+    finite = plain.kl.isfinite()
+    for field in fields(TokenFigures):
+        one, other = getattr(found, field.name), getattr(plain, field.name)
+        if one.dtype == torch.int64:
+            assert torch.equal(one[finite], other[finite]), field.name
+        else:
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13, equal_nan=True)
 
 
 def logits(seed: int, scale: float, noise: float) -> tuple[Tensor, Tensor, Tensor]:

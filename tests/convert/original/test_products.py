@@ -74,6 +74,7 @@ def test_calls_with_other_arguments_are_left_to_pytorch(monkeypatch: pytest.Monk
         "matmul": (lambda: torch.matmul(x, other=weight.T), False),
         "alpha": (lambda: bias.repeat(6, 1).addmm_(x, weight.T, alpha=-2), True),
         "beta": (lambda: bias.repeat(6, 1).addmm_(x, weight.T, beta=0.5), False),
+        "few columns": (lambda: x[:, :8] @ weight.T[:8], False),
         "matrices": (lambda: bias.repeat(6, 1).addmm_(mat1=x, mat2=weight.T), False),
     }
     plain = {name: call() for name, (call, _) in calls.items()}
@@ -84,6 +85,7 @@ def test_calls_with_other_arguments_are_left_to_pytorch(monkeypatch: pytest.Monk
         return a.float() @ b.float()
 
     monkeypatch.setattr(products, "_multiply", multiply)
+    monkeypatch.setattr(products, "LEAST_INNER", 9)
     monkeypatch.setattr(Tensor, "is_cuda", True)
     for name, (call, taken) in calls.items():
         made.clear()
