@@ -17,12 +17,8 @@ from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.files.reading import check_regular
 from lowbit.formats.layout.packing import PACKED, SCALE, packed_words
 from lowbit.formats.layout.scheme import Scheme
-from lowbit.formats.safetensors.checkpoint import (
-    Checkpoint,
-    TensorInfo,
-    read_header,
-    read_metadata,
-)
+from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
+from lowbit.formats.safetensors.header import read_header, read_metadata
 from lowbit.formats.safetensors.shards import METADATA, Shard, lay_out
 from lowbit.formats.safetensors.tensor_info import raw_bytes
 

@@ -45,10 +45,10 @@ from lowbit.formats.safetensors.checkpoint import (
     Checkpoint,
     TensorInfo,
     open_checkpoint,
-    read_header,
     read_json,
 )
 from lowbit.formats.safetensors.hashing import hash_file
+from lowbit.formats.safetensors.header import read_header
 from lowbit.formats.safetensors.shards import METADATA
 from lowbit.formats.text.settings import (
     ADDED_TOKENS_FILE,

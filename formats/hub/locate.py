@@ -26,14 +26,13 @@ from lowbit.formats.safetensors.checkpoint import (
     CONFIG_FILE,
     SINGLE_FILE,
     TensorInfo,
-    header_length,
     join_headers,
-    parse_header,
     read_headers,
     read_json,
     weight_map,
 )
 from lowbit.formats.safetensors.hashing import hash_file
+from lowbit.formats.safetensors.header import header_length, parse_header
 from lowbit.formats.safetensors.normalize import normalize
 from lowbit.formats.safetensors.other_engines import refuse_gguf_file
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.files.atomic import replace_file_by_parts
-from lowbit.formats.safetensors.checkpoint import Checkpoint, read_header, read_metadata
+from lowbit.formats.safetensors.checkpoint import Checkpoint
 from lowbit.formats.safetensors.hashing import hash_tensor
+from lowbit.formats.safetensors.header import read_header, read_metadata
 from lowbit.formats.safetensors.shards import METADATA, lay_out
 from lowbit.formats.safetensors.tensor_info import DTYPE_NAMES, raw_bytes
 

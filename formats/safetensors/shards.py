@@ -13,12 +13,8 @@ from typing import Any
 import torch
 
 from lowbit.formats.errors import FormatError
-from lowbit.formats.safetensors.checkpoint import (
-    DTYPE_NAMES,
-    METADATA_KEY,
-    SINGLE_FILE,
-    TensorInfo,
-)
+from lowbit.formats.safetensors.checkpoint import DTYPE_NAMES, SINGLE_FILE, TensorInfo
+from lowbit.formats.safetensors.header import METADATA_KEY
 
 ALIGNMENT = 64  # of the data in the file, so that readers can map it
 METADATA = {"format": "pt"}  # required by transformers and vLLM

@@ -16,9 +16,9 @@ from lowbit.formats.safetensors.checkpoint import (
     Checkpoint,
     open_checkpoint,
     read_at,
-    read_header,
     read_json,
 )
+from lowbit.formats.safetensors.header import read_header
 
 TINY = Path(__file__).parents[2] / "examples/models/tiny-qwen3"
 

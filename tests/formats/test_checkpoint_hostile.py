@@ -15,12 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import CheckpointError
-from lowbit.formats.safetensors.checkpoint import (
-    MAX_CONFIG_BYTES,
-    open_checkpoint,
-    parse_header,
-    read_header,
-)
+from lowbit.formats.safetensors.checkpoint import MAX_CONFIG_BYTES, open_checkpoint
+from lowbit.formats.safetensors.header import parse_header, read_header
 
 WriteRaw = Callable[..., Path]
 INDEX = "model.safetensors.index.json"

@@ -11,8 +11,9 @@ import torch
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.files.reading import check_regular, open_file, read_bytes, read_text
 from lowbit.formats.layout.records import load_object
-from lowbit.formats.safetensors.checkpoint import read_at, read_header, read_json
+from lowbit.formats.safetensors.checkpoint import read_at, read_json
 from lowbit.formats.safetensors.hashing import hash_file
+from lowbit.formats.safetensors.header import read_header
 from tests.hostile_files import PLANTS, SECRET, Plant, impatient, link_out
 
 READERS: dict[str, Callable[[Path], object]] = {

@@ -15,12 +15,8 @@ from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, pack
 from lowbit.formats.layout.rtn import quantize
 from lowbit.formats.layout.scheme import Scheme
-from lowbit.formats.safetensors.checkpoint import (
-    DTYPES,
-    METADATA_KEY,
-    open_checkpoint,
-    parse_header,
-)
+from lowbit.formats.safetensors.checkpoint import DTYPES, open_checkpoint
+from lowbit.formats.safetensors.header import METADATA_KEY, parse_header
 from lowbit.formats.safetensors.shards import ALIGNMENT, Shard, index_json, lay_out
 
 GOLDEN = Path(__file__).parents[1] / "golden/tiny-int4.hex"
