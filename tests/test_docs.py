@@ -144,7 +144,7 @@ def test_figures_of_gates() -> None:
 
 def test_routes_are_those_of_the_server() -> None:
     shown = set()
-    for row in rows_of("serving.md", "Path"):
+    for row in rows_of("serving-requests.md", "Path"):
         shown |= set(re.findall(r"`([A-Z]+ [^`]+)`", row[0]))
     served = {
         f"{method} {route.path}"
@@ -157,7 +157,8 @@ def test_routes_are_those_of_the_server() -> None:
 
 
 def test_limits_are_those_of_the_server() -> None:
-    shown = {name: re.findall(r"\d[\d,]*", limit) for name, limit in rows_of("serving.md", "Limit")}
+    rows = rows_of("serving-requests.md", "Limit")
+    shown = {name: re.findall(r"\d[\d,]*", limit) for name, limit in rows}
     limits = {
         "`n`": [settings.MOST_CHOICES],
         "`prompt` of completions": [settings.MOST_PROMPTS],
@@ -183,9 +184,8 @@ def test_metrics_are_those_of_the_server() -> None:
     found = LoadFound(Load(1, 0, 1, 0, 2, 0, 0, 0), 0, 0)
     registry = new_registry(Collector(Metrics(), found, "m", "exact", positions=2))
     given = set(re.findall(r"^# TYPE (\S+)", generate_latest(registry).decode(), re.MULTILINE))
-    shown = {
-        name for row in rows_of("serving.md", "Metric") for name in re.findall(r"`(\S+)`", row[0])
-    }
+    rows = rows_of("serving-operation.md", "Metric")
+    shown = {name for row in rows for name in re.findall(r"`(\S+)`", row[0])}
     assert shown | {"vllm:spec_decode_num_accepted_tokens_per_pos_total"} == given
 
 
