@@ -75,8 +75,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_in_the_menu_and_in_the_overview() -> None:
-    menu = yaml.safe_load(text_of(ROOT / "mkdocs.yml"))["nav"]
-    named = {page for section in menu for pages in section.values() for page in pages}
+    site = yaml.safe_load(text_of(ROOT / "mkdocs.yml"))
+    assert all((ROOT / "docs" / name).exists() for name in site["extra_css"])
+    named = {page for section in site["nav"] for pages in section.values() for page in pages}
     assert {page.name for page in DOCS} <= named
     overview = set(LINK.findall(text_of(ROOT / "docs" / "index.md")))
     assert {page.name for page in DOCS} - {"index.md"} <= overview
