@@ -24,7 +24,7 @@ from lowbit.convert.original.progress import Note, Progress, silent, unsaid
 from lowbit.convert.original.runnable import check_can_run, require_language_model
 from lowbit.convert.pipeline.conversion import Conversion, carry_out, prepare
 from lowbit.convert.pipeline.effort import effort_line, plan_effort, target_like
-from lowbit.convert.pipeline.estimate import Estimate, estimate, method_chooser
+from lowbit.convert.pipeline.estimate import Estimate, estimate, method_chooser, report_cost
 from lowbit.convert.pipeline.existing import can_continue, find_existing
 from lowbit.convert.pipeline.folder import check_output
 from lowbit.convert.pipeline.origin import remember
@@ -46,7 +46,7 @@ from lowbit.convert.texts.evaluation import Text
 from lowbit.convert.vocabulary.beside import CutOriginal, cut_beside
 from lowbit.convert.vocabulary.cut import CutRequest
 from lowbit.formats.activation_modes import Activations
-from lowbit.formats.errors import QuantizationError
+from lowbit.formats.errors import LowbitError, QuantizationError
 from lowbit.formats.hub.locate import locate
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
@@ -231,7 +231,13 @@ def plan_conversion(
     if made is not None:  # bits that an effort chooses are chosen when the conversion begins
         request = replace(request, recipe=replace(request.recipe, method=made.way.method))
     plan, choice = _planned(source, files, request, on_progress, note)
-    return estimate(source, plan, open_device(request.device), request.calibration, choice, made)
+    device = open_device(request.device)
+    ahead = estimate(source, plan, device, request.calibration, choice, made)
+    try:
+        return replace(ahead, report=report_cost(source, ahead))
+    except LowbitError as error:  # a conversion need not have a report
+        note(f"--report compares no logits: {error}")
+        return ahead
 
 
 def _effort_of(source: Checkpoint, request: Request) -> EffortPlan | None:

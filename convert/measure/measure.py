@@ -22,7 +22,7 @@ from lowbit.convert.original.progress import Meter, Note, Progress, silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.plan.memory import check_free, logits_peak_bytes
-from lowbit.convert.texts.evaluation import NOISY, EvalText, Text, tokenize
+from lowbit.convert.texts.evaluation import NOISY, EvalText, Text, compared_windows, tokenize
 from lowbit.formats.activation_modes import Activations
 from lowbit.formats.architectures import read_config
 from lowbit.formats.architectures.names import MTP_PREFIX
@@ -78,7 +78,7 @@ def measure_logits(
     config, source = pair.original.checkpoint.config, pair.original.checkpoint.folder
     context = max(2, read_config(config).max_position_embeddings)
     cut = tokenize(source, texts, context)
-    windows, long = torch.cat([text.windows for text in cut]), cut[0].long_windows(context)
+    windows, long = compared_windows(cut, context)
     noisy = min(NOISY, len(cut[0].windows))
     watched = min(WATCHED, len(cut[0].windows))
     need = logits_peak_bytes(config, windows.shape, long.shape, noisy, watched, device, rounded)

@@ -12,7 +12,6 @@ from lowbit.convert.original.rotation import rotation_bytes, why_not_rotated
 from lowbit.convert.pipeline.folder import check_small_files, name_of_copy, passed_through
 from lowbit.convert.pipeline.predicted_size import SourceFiles, files_of
 from lowbit.convert.plan.calibration_cost import (
-    Shapes,
     Windows,
     calibration_flops,
     conversion_seconds,
@@ -41,7 +40,9 @@ from lowbit.convert.texts.evaluation import (
     LONGEST,
     NOISY,
     WINDOW,
+    compared_windows,
     default_texts,
+    tokenize,
 )
 from lowbit.formats.architectures import part_of, read_config
 from lowbit.formats.architectures.footprint import (
@@ -57,9 +58,11 @@ from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
+from lowbit.formats.text.tokenizer import TOKENIZER_FILE
 
 DRAFTER = "it is a drafter"  # reason why nothing is calibrated
 BYTES_A_TOKEN = 3.7  # of the bundled text, by Qwen's tokenizer
+EVAL_BYTES_A_TOKEN = 4.05  # of the bundled evaluation texts, likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +76,11 @@ class MethodCost:
 
 @dataclass(frozen=True, slots=True)
 class ReportCost:
-    """Expected size of the bundled evaluation texts, and time of a report on them."""
+    """Size of the bundled evaluation texts, and time of a report on them."""
 
-    tokens: int  # that logits are compared on, those of longer windows included
+    tokens: int  # that logits are compared on
+    long_tokens: int  # that they are compared on again, in longer windows
+    counted: bool  # by the model's tokenizer; estimated from bytes where it is not at hand
     seconds: float
 
 
@@ -88,9 +93,10 @@ class Estimate:
     windows: Windows  # of the calibration text, estimated from its size
     costs: tuple[MethodCost, ...]  # of `methods`, and of the plan's own where it is none of them
     obstacle: str | None  # reason why `auto` does not rotate the checkpoint; None where it does
-    report: ReportCost | None = None  # None of a drafter, which has none
     choice: TargetChoice | None = None  # bits chosen for a target; None where the recipe gives them
     effort: EffortPlan | None = None  # that chose the method; None where it was named, or by `auto`
+    rate: float | None = None  # operations a second of a calibration; None of a drafter
+    report: ReportCost | None = None  # None of a drafter, and before a conversion
 
     @property
     def method(self) -> Method:
@@ -137,7 +143,7 @@ def estimate(
     if sizes.block_drafts is not None:  # it is rounded to nearest
         seconds = rounding_seconds(sum(plan.parameters.values()), device.type, units_of(device))
         rounded = MethodCost(used, seconds, None)
-        return Estimate(plan, device, windows, (rounded,), DRAFTER, None, choice, effort)
+        return Estimate(plan, device, windows, (rounded,), DRAFTER, choice, effort)
     shapes = shapes_of(source.config, plan.schemes, source.tensors)
     obstacle = obstacle_of(source, plan.schemes, plan.written)
     told = None if effort is None else effort.rate  # its line and these rows agree
@@ -155,8 +161,7 @@ def estimate(
     shown = methods(obstacle is None, sizes.experts is not None)
     others = () if used in shown else (used,)
     costs = tuple(cost(method) for method in (*shown, *others))
-    report = expected_report(shapes, sizes.max_position_embeddings, device.type, units, rate)
-    return Estimate(plan, device, windows, costs, obstacle, report, choice, effort)
+    return Estimate(plan, device, windows, costs, obstacle, choice, effort, rate)
 
 
 def method_chooser(
@@ -241,17 +246,33 @@ def run_memory(plan: Plan) -> RunMemory:
     )
 
 
-def expected_report(
-    shapes: Shapes, context: int, device: str, units: int, rate: float
-) -> ReportCost:
-    """Tokens of the bundled evaluation texts, and time of a report on them."""
-    sizes = [len(text.content.encode()) / BYTES_A_TOKEN for text in default_texts()]
-    window, longest = min(WINDOW, context), min(LONGEST, context)
-    short = Windows(math.ceil(sum(sizes) / window), window)
-    noisy = Windows(min(NOISY, math.ceil(sizes[0] / window)), window)
-    longer = Windows(LONG_TOKENS // longest if context >= 2 * WINDOW else 0, longest)
+def report_cost(source: Checkpoint, ahead: Estimate) -> ReportCost | None:
+    """Tokens of the bundled evaluation texts, and time of a report; None of a drafter.
+
+    Raises:
+        CheckpointError: the folder's tokenizer fails.
+        RequestError: it leaves too few tokens.
+    """
+    if ahead.rate is None:
+        return None
+    context, device = max(2, source.sizes.max_position_embeddings), ahead.device
+    texts, counted = default_texts(), (source.folder / TOKENIZER_FILE).exists()
+    if counted:
+        cut = tokenize(source.folder, texts, context)
+        short, longer = (Windows(*each.shape) for each in compared_windows(cut, context))
+        first = len(cut[0].windows)
+    else:  # headers of the Hub
+        sizes = [len(text.content.encode()) / EVAL_BYTES_A_TOKEN for text in texts]
+        window, longest = min(WINDOW, context), min(LONGEST, context)
+        short = Windows(math.ceil(sum(sizes) / window), window)
+        longer = Windows(LONG_TOKENS // longest if context >= 2 * WINDOW else 0, longest)
+        first = math.ceil(sizes[0] / window)
+    noisy = Windows(min(NOISY, first), short.length)
+    shapes = shapes_of(source.config, ahead.plan.schemes, source.tensors)
     passed, tokens = (short, short, noisy, longer, longer), short.tokens + longer.tokens
-    return ReportCost(tokens, report_seconds(shapes, passed, tokens, device, units, rate))
+    units = units_of(device)
+    seconds = report_seconds(shapes, passed, tokens, device.type, units, ahead.rate)
+    return ReportCost(short.tokens, longer.tokens, counted, seconds)
 
 
 def expected_windows(request: CalibrationRequest, context: int, device: str) -> Windows:

@@ -128,6 +128,11 @@ def tokenize(
     return tuple(cut)
 
 
+def compared_windows(cut: Sequence[EvalText], context: int) -> tuple[Tensor, Tensor]:
+    """Windows that logits are compared on: of all texts, and longer ones of the first or none."""
+    return torch.cat([text.windows for text in cut]), cut[0].long_windows(context)
+
+
 def _cut(ids: Tensor, window: int, most: int) -> Tensor:
     """Windows of at most `most` tokens in all."""
     count = min(len(ids), most) // window

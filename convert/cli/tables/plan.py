@@ -55,8 +55,12 @@ def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
             console.print(line)
     console.print(methods(ahead))
     if report := ahead.report:
+        rough = "" if report.counted else "about "
+        again = f", and of {report.long_tokens:,} in longer windows" if report.long_tokens else ""
         spent = f"{about(report.seconds)} beside the conversion"
-        console.print(f"--report compares logits on about {report.tokens:,} tokens: {spent}")
+        console.print(
+            f"--report compares logits of {rough}{report.tokens:,} tokens{again}: {spent}"
+        )
     for use in _use_lines(made):
         console.print(use)
     if refused := why_not_exported(made):

@@ -1,26 +1,37 @@
 """`plan`: the same for a folder and a Hub id, and what the conversion then does."""
 
 import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
-from lowbit.convert import Override, Recipe
+from lowbit.convert import Override, Recipe, Request
+from lowbit.convert.api import plan_conversion
+from lowbit.convert.measure.measure import measure_logits
+from lowbit.convert.measure.pair import Pair
+from lowbit.convert.original.weights import open_weights
 from lowbit.convert.pipeline.estimate import open_headers, peak_ram
 from lowbit.convert.plan.compatibility import runtime_verdict, vllm_verdict
 from lowbit.convert.plan.memory import block_elements
-from lowbit.convert.plan.method import Method
+from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.plan import Plan, make_plan
+from lowbit.convert.texts.evaluation import default_texts
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.machine.memory import resident_bytes
 from tests.conversions import convert
+from tests.convert.edits import edit_json
 from tests.convert.fixture_types import MakeModel
 from tests.hub_server import HubServer
 
 SHARDS = ("one.safetensors", "two.safetensors")
 LIMIT = 200_000
 CPU = torch.device("cpu")
+MODELS = Path(__file__).parents[3] / "examples" / "models"
 
 
 @pytest.fixture
@@ -103,6 +114,76 @@ def test_verdicts(source: Path) -> None:
     where = "`model.layers.0.self_attn.o_proj`"
     assert vllm_verdict(plan) == [f"5-bit weights: {where} and 1 more"]
     assert runtime_verdict(plan) == f"5-bit weights (served: 2, 3, 4, 8): {where}"
+
+
+def shorten(config: dict[str, Any], context: int) -> None:
+    config.get("text_config", config)["max_position_embeddings"] = context
+
+
+class ToldError(Exception):
+    """Ends a report before its work begins."""
+
+
+def compared_by_a_report(folder: Path) -> str:
+    """Tokens that a report names before it compares logits of a model."""
+    said = []
+
+    def note(line: str) -> None:
+        said.append(line)
+        raise ToldError
+
+    weights = open_weights(folder)
+    with pytest.raises(ToldError):
+        measure_logits(Pair(weights, weights), default_texts(), note=note)
+    return said[0].partition(", in at most")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "context"),
+    [
+        ("tiny-qwen3", 2048),
+        ("tiny-qwen3", 1000),  # has no longer windows
+        ("tiny-qwen3-moe", 300),
+        ("tiny-qwen3.5", 1024),
+        ("tiny-qwen3.5-vision", 2048),
+    ],
+)
+def test_tokens_of_a_report_are_those_that_it_compares(
+    tmp_path: Path, name: str, context: int
+) -> None:
+    folder = Path(shutil.copytree(MODELS / name, tmp_path / name))
+    edit_json(folder / "config.json", partial(shorten, context=context))
+    checkpoint, files = open_headers(str(folder), None)
+    found = plan_conversion(checkpoint, files, Request(Recipe(method=RTN), effort=None)).report
+    assert found is not None
+    assert found.counted
+    again = f", and of {found.long_tokens:,} in longer windows" if found.long_tokens else ""
+    assert bool(again) == (context >= 1024)
+    told = f"comparing logits of {found.tokens:,} tokens of 3 texts{again}"
+    assert compared_by_a_report(folder) == told
+    (folder / "tokenizer.json").unlink()
+    guessed = plan_conversion(checkpoint, files, Request(Recipe(method=RTN), effort=None)).report
+    assert guessed is not None
+    assert not guessed.counted
+    assert guessed.long_tokens == found.long_tokens
+
+
+@pytest.mark.parametrize(
+    ("unknown", "why"),
+    [
+        ({}, "WordLevel error: Missing [UNK] token from the vocabulary"),
+        ({"<unk>": 1}, "evaluation text `prose` has 1 tokens, expected at least 2"),
+    ],
+)
+def test_a_tokenizer_that_reads_no_text_leaves_the_rest_of_a_plan(
+    source: Path, unknown: dict[str, int], why: str
+) -> None:
+    Tokenizer(WordLevel({"lowbit": 0} | unknown)).save(str(source / "tokenizer.json"))
+    checkpoint, files = open_headers(str(source), None)
+    request, said = Request(Recipe(method=RTN), effort=None), list[str]()
+    assert plan_conversion(checkpoint, files, request, note=said.append).report is None
+    assert said[0].startswith("--report compares no logits: ")
+    assert said[0].endswith(why)
 
 
 def test_hub_id_gives_the_same_plan_from_headers_alone(
