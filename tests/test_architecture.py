@@ -49,7 +49,7 @@ ORDER = {
         *("export", "vocabulary", "publish", "api", "cli"),
     ],
     "formats": [
-        *("printable", "charts", "errors", "fields", "machine", "kv_cache"),
+        *("printable", "charts", "errors", "fields", "machine", "kv_cache", "page_counts"),
         *("activation_modes", "activations"),
         "architectures",
         *("files", "image_settings"),

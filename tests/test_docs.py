@@ -22,6 +22,7 @@ from lowbit.runtime.engine.stats import Load
 from lowbit.runtime.images.data_url import MOST_BYTES
 from lowbit.runtime.images.decode import MOST_ASPECT, MOST_PIXELS
 from lowbit.runtime.images.picture import MOST_IMAGES, MOST_NEW_IMAGES, MOST_PROMPT_PIXELS
+from lowbit.runtime.lab.expected import usual
 from lowbit.runtime.serve import app, settings
 from lowbit.runtime.serve.auth import OPEN_FOLDER, OPEN_PATHS
 from lowbit.runtime.serve.link.messages import LoadFound
@@ -141,6 +142,14 @@ def test_losses_to_expect() -> None:
 def test_figures_of_gates() -> None:
     named = set(re.findall(r"`([a-z_0-9]+)`", text_of(ROOT / "docs" / "report.md")))
     assert {*HEADLINE, *OF_LONG_TEXTS, SIZE} <= named
+
+
+def test_memory_of_the_usual_sizes() -> None:
+    recorded = {row[0]: row[1:] for row in rows_of("../BENCHMARKS.md", "| BF16 original")}
+    caches = {each.name: f"{each.sequence_bytes / 1e9:.1f} GB" for each in usual()}
+    assert {name: row[2] for name, row in recorded.items()} == caches
+    for name, *figures, _ in rows_of("choosing.md", "GB |"):
+        assert [f"{figure} GB" for figure in figures] == recorded[name]
 
 
 def test_routes_are_those_of_the_server() -> None:

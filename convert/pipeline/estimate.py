@@ -45,12 +45,7 @@ from lowbit.convert.texts.evaluation import (
     tokenize,
 )
 from lowbit.formats.architectures import part_of, read_config
-from lowbit.formats.architectures.footprint import (
-    DEFAULT_CONTEXT,
-    kv_vectors,
-    state_bytes,
-    state_count,
-)
+from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, sequence_bytes
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.hub.ids import hub_id
 from lowbit.formats.hub.locate import locate, remote_headers
@@ -122,9 +117,7 @@ class RunMemory:
 
     weight_bytes: int  # of its decoder
     context: int  # tokens that a sequence is counted with
-    # Keys, values and states of such a sequence in BF16, the states included that are on their way
-    # to the host for later prompts.
-    sequence_bytes: int
+    sequence_bytes: int  # of the cache of one such sequence in BF16
     int8_sequence_bytes: int  # the same with keys and values in INT8
     vision_bytes: int  # of its vision tower, which images alone need; 0 without one
 
@@ -234,14 +227,13 @@ def units_of(device: torch.device) -> int:
 def run_memory(plan: Plan) -> RunMemory:
     """Memory that the result of a plan takes on a GPU."""
     sizes = read_config(plan.config)
-    context = min(sizes.max_position_embeddings, DEFAULT_CONTEXT)
+    context, D = min(sizes.max_position_embeddings, DEFAULT_CONTEXT), sizes.head_dim
     decoder = (step for step in plan.steps if part_of(plan.config, step.source.name) == "decoder")
-    vectors, states = kv_vectors(sizes, context), state_count(1) * state_bytes(sizes, 2)
     return RunMemory(
         weight_bytes=sum(step.output_bytes for step in decoder),
         context=context,
-        sequence_bytes=vectors * BF16_CACHE.vector_bytes(sizes.head_dim) + states,
-        int8_sequence_bytes=vectors * INT8_CACHE.vector_bytes(sizes.head_dim) + states,
+        sequence_bytes=sequence_bytes(sizes, context, BF16_CACHE.vector_bytes(D)),
+        int8_sequence_bytes=sequence_bytes(sizes, context, INT8_CACHE.vector_bytes(D)),
         vision_bytes=sum(step.output_bytes for step in plan.vision_steps),
     )
 

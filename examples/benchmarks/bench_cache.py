@@ -18,12 +18,12 @@ from bench_kernels import ROTATED_BYTES, graph_us
 from torch import Tensor
 
 from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE, CacheType
+from lowbit.formats.page_counts import PAGE, pages_for
 from lowbit.runtime.engine.graphs import round_kv_len
 from lowbit.runtime.kernels.attention.decode import attention_decode
 from lowbit.runtime.kernels.attention.prefill import attention_prefill
 from lowbit.runtime.kernels.attention.reference import attention_ref
 from lowbit.runtime.lab.machine_speed import read_bandwidth
-from lowbit.runtime.state.page_counts import PAGE, pages_for
 from lowbit.runtime.state.pages import KVPages, new_pages
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.state.step import Span, Step

@@ -25,10 +25,10 @@ from bench_kernels import elapsed_us
 from random_engine import random_engine
 
 from lowbit.formats.activation_modes import ACTIVATIONS, Activations
+from lowbit.formats.page_counts import pages_for
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.lab.bench import GREEDY
-from lowbit.runtime.state.page_counts import pages_for
 from lowbit.runtime.state.step import NO_SLOT, Step
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

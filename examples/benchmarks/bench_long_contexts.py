@@ -18,8 +18,8 @@ from bench_models import MOST_STEPS, step_us
 from random_engine import random_engine
 
 from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
+from lowbit.formats.page_counts import PAGE, pages_for
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.state.page_counts import PAGE, pages_for
 
 ONCE = 50_000  # tokens
 SPARE = 64  # tokens of a context that a prompt leaves

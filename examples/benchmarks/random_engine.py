@@ -18,6 +18,7 @@ from lowbit.formats.architectures.footprint import state_bytes
 from lowbit.formats.kv_cache import BF16_CACHE, CacheType
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.machine.memory import free_bytes
+from lowbit.formats.page_counts import pages_for
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
 from lowbit.runtime.engine.chunks import new_chunks
@@ -34,7 +35,6 @@ from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear, TiledLinear, co
 from lowbit.runtime.models.architectures import BUILD, DRAFTER_BUILD, HEADS
 from lowbit.runtime.models.draft_output import DraftRows
 from lowbit.runtime.state.device_state import CacheSize, kv_pages
-from lowbit.runtime.state.page_counts import pages_for
 from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 

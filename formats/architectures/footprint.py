@@ -1,14 +1,32 @@
 """Memory of one sequence beside the weights: keys and values, and recurrent states."""
 
 from lowbit.formats.architectures.config import Config
+from lowbit.formats.page_counts import EXTRA, PAGE, pages_for
 
 DEFAULT_CONTEXT = 8192  # tokens to make room for, where the model has as many positions
 STAGED = 2  # recurrent states on their way from a GPU to the host
 
 
-def state_count(sequences: int) -> int:
-    """Recurrent states on a GPU: of each sequence, for padding, and on their way to the host."""
-    return 1 + sequences + STAGED
+def cached_tokens(context: int) -> int:
+    """Tokens that the pages of one sequence of `context` tokens have places for."""
+    return PAGE * (EXTRA + pages_for(context))
+
+
+def sequence_bytes(config: Config, context: int, vector_bytes: int) -> int:
+    """Memory on a GPU of the cache of one sequence, its recurrent states included.
+
+    States are its own, one for padding, and STAGED; the first two have an INT32 counter a head. The
+    last inputs of the convolution are BF16.
+
+    Args:
+        context: tokens of the sequence at most.
+        vector_bytes: of a key or a value of one token and head.
+    """
+    pages = kv_vectors(config, cached_tokens(context)) * vector_bytes
+    linear, slots = config.linear_layers, 2
+    if linear is None or linear.count == 0:
+        return pages
+    return pages + (slots + STAGED) * state_bytes(config, 2) + slots * linear.key_heads * 4
 
 
 def kv_vectors(config: Config, tokens: int) -> int:

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowbit.formats.kv_cache import quantize_vectors, widen_vectors
+from lowbit.formats.page_counts import PAGE, pages_for
 from lowbit.runtime.backends.cpu_experts import mixture
 from lowbit.runtime.backends.cpu_linear import CpuLinear, linear, swiglu_of
 from lowbit.runtime.backends.cpu_linear import rms_norm as rms_norm
@@ -14,7 +15,6 @@ from lowbit.runtime.backends.cpu_sampling import join_copies as join_copies
 from lowbit.runtime.backends.cpu_sampling import log_probabilities as log_probabilities
 from lowbit.runtime.backends.delta_rule import delta_net
 from lowbit.runtime.state.delta import LayerStates
-from lowbit.runtime.state.page_counts import PAGE, pages_for
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step

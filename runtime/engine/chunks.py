@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lowbit.formats.page_counts import PAGE, SCRATCH
 from lowbit.runtime.engine.graphs import Graphs, longest_for
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import Decoder
-from lowbit.runtime.state.page_counts import PAGE, SCRATCH
 from lowbit.runtime.state.step import Span, Step, StepPlan
 from lowbit.runtime.state.step_buffers import (
     ChunkImages,

@@ -9,7 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from lowbit.runtime.state.page_counts import PAGE, SCRATCH, pages_for
+from lowbit.formats.page_counts import PAGE, SCRATCH, pages_for
 from lowbit.runtime.thresholds import ROUND_TOKENS
 
 MOST_GRAPHS = 64  # each takes some megabytes of the driver's memory

@@ -9,6 +9,7 @@ from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, state_bytes
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.kv_cache import INT8_CACHE, CacheType, plain_cache
 from lowbit.formats.machine.memory import free_bytes
+from lowbit.formats.page_counts import EXTRA, PAGE, pages_for
 from lowbit.runtime.engine.graphs import STEP_WIDTHS, drafts_together, kv_lens, width_for
 from lowbit.runtime.engine.kept_logits import new_kept
 from lowbit.runtime.engine.load_options import (
@@ -21,7 +22,6 @@ from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.decode_inputs import new_hidden_ring
 from lowbit.runtime.state.device_state import CacheSize, head_pages, kv_pages, new_state
-from lowbit.runtime.state.page_counts import EXTRA, PAGE, pages_for
 from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.snapshots import Snapshots
 from lowbit.runtime.thresholds import EXACT_TOKENS, PACK_SEQUENCES

@@ -3,12 +3,12 @@
 import torch
 
 from lowbit.formats.kv_cache import CacheType, plain_cache
+from lowbit.formats.page_counts import pages_for
 from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.decode_inputs import new_hidden_ring
 from lowbit.runtime.state.device_state import CacheSize, head_pages, new_state
-from lowbit.runtime.state.page_counts import pages_for
 from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.snapshots import Snapshots
 from lowbit.runtime.thresholds import EXACT_TOKENS

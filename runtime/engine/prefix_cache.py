@@ -9,8 +9,8 @@ from math import inf
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from lowbit.formats.page_counts import PAGE, pages_for
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.state.page_counts import PAGE, pages_for
 from lowbit.runtime.state.pool import Pool
 
 BLOCK = 4096  # keys that are compared at once: they stay in a core's cache

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lowbit.formats.errors import RequestError, SettingError, TooLongError
+from lowbit.formats.page_counts import EXTRA, PAGE, pages_for
 from lowbit.formats.sampling_ranges import LOGPROBS
 from lowbit.runtime.engine.span import ImageSpan, check_images
-from lowbit.runtime.state.page_counts import EXTRA, PAGE, pages_for
 from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.answer import OutputStart
 from lowbit.runtime.text.constraint import Constraint

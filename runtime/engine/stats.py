@@ -6,7 +6,7 @@ from itertools import zip_longest
 from math import log
 from typing import TYPE_CHECKING, Literal, get_args
 
-from lowbit.runtime.state.page_counts import EXTRA
+from lowbit.formats.page_counts import EXTRA
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.engine import Engine

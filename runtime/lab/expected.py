@@ -22,7 +22,13 @@ from lowbit.formats.architectures import (
     read_config,
     tensor_table,
 )
-from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, kv_bytes, state_bytes
+from lowbit.formats.architectures.footprint import (
+    DEFAULT_CONTEXT,
+    cached_tokens,
+    kv_bytes,
+    sequence_bytes,
+    state_bytes,
+)
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.hub.errors import not_found
 from lowbit.formats.hub.ids import hub_id
@@ -84,8 +90,7 @@ class Demand:
     name: str  # of the model
     weights: int  # bytes of its weights
     token_bytes: int  # read for a token, with few tokens in the cache
-    # of a sequence's keys, values and states, as long as `DEFAULT_CONTEXT` if the model takes so
-    # many tokens
+    # of the cache of a sequence as long as `DEFAULT_CONTEXT`, if the model takes so many tokens
     sequence_bytes: int
     layers: int  # of its decoder
     token_weights: int  # of its decoder's layers, that a token is multiplied by
@@ -237,9 +242,8 @@ def demand_of(name: str, device: str, drafter: str | None = None) -> Demand:
         name=name,
         weights=opened.weight_bytes(device, DTYPE),
         token_bytes=read_weights(opened, device, DTYPE) + short + 2 * states,
-        sequence_bytes=kv_bytes(config, tokens, DTYPE.itemsize)
-        + states
-        + (0 if beside is None else tokens * beside.cache_token_bytes),
+        sequence_bytes=sequence_bytes(config, tokens, config.head_dim * DTYPE.itemsize)
+        + (0 if beside is None else cached_tokens(tokens) * beside.cache_token_bytes),
         layers=config.num_hidden_layers,
         token_weights=opened.token_weights(),
         experts=config.experts is not None,

@@ -17,11 +17,11 @@ from lowbit.formats.activation_modes import Inputs
 from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.rtn import SEARCHED_BITS
+from lowbit.formats.page_counts import pages_for
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import WatchedLinear
 from lowbit.runtime.models.loader import OpenedModel, build_decoder
 from lowbit.runtime.state.device_state import new_state
-from lowbit.runtime.state.page_counts import pages_for
 from lowbit.runtime.state.step_buffers import lone_step
 from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.weights.linear import Linear

@@ -6,8 +6,8 @@ import torch
 
 from lowbit.formats.architectures.config import Config
 from lowbit.formats.kv_cache import CacheType, plain_cache
+from lowbit.formats.page_counts import EXTRA
 from lowbit.runtime.state.delta import DeltaSlots, new_slots
-from lowbit.runtime.state.page_counts import EXTRA
 from lowbit.runtime.state.pages import KVPages, new_pages
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.kv_cache import CACHE_TYPES, CacheType
-from lowbit.runtime.state.page_counts import PAGE
+from lowbit.formats.page_counts import PAGE
 
 
 @dataclass(frozen=True, slots=True)

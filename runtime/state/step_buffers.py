@@ -10,8 +10,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from lowbit.formats.page_counts import PAGE, SCRATCH, pages_for
 from lowbit.runtime.state.host_rings import to_device, write_rows
-from lowbit.runtime.state.page_counts import PAGE, SCRATCH, pages_for
 from lowbit.runtime.state.step import (
     NO_SLOT,
     Embedded,

@@ -21,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowbit.formats.page_counts import PAGE
 from lowbit.runtime.kernels.attention.heads import Heads, heads_of
 from lowbit.runtime.kernels.attention.prefill import BLOCK_H, append_codes, rotated_heads
 from lowbit.runtime.kernels.launch.attention import block_launch
 from lowbit.runtime.kernels.launch.device import programmatic_launch, run
-from lowbit.runtime.state.page_counts import PAGE
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.layers import AttentionLayer, ContextLayers

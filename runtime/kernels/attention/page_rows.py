@@ -7,8 +7,8 @@ in one page, so that one entry of the block table finds them all.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.formats.page_counts import PAGE
 from lowbit.runtime.kernels.ptx.memory import load4
-from lowbit.runtime.state.page_counts import PAGE
 
 PAGE_ROWS = gl.constexpr(PAGE)
 ROW_BITS = gl.constexpr(PAGE.bit_length() - 1)

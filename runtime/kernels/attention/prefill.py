@@ -27,13 +27,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
+from lowbit.formats.page_counts import PAGE, pages_for
 from lowbit.runtime.kernels.attention.heads import Heads, heads_of
 from lowbit.runtime.kernels.attention.packed import sequence_of
 from lowbit.runtime.kernels.attention.prefill_hopper import attend_on_hopper, prompt_plan
 from lowbit.runtime.kernels.attention.widen_pages import widen_pages
 from lowbit.runtime.kernels.launch.attention import Packed, prompt_launch, prompt_ways
 from lowbit.runtime.kernels.launch.device import card_of, run
-from lowbit.runtime.state.page_counts import PAGE, pages_for
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.step import Span, Step
 from lowbit.runtime.weights.layers import AttentionLayer

@@ -23,12 +23,12 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from lowbit.formats.page_counts import PAGE
 from lowbit.runtime.kernels.attention.heads import Heads
 from lowbit.runtime.kernels.attention.packed import sequence_of
 from lowbit.runtime.kernels.launch.attention import Packed
 from lowbit.runtime.kernels.launch.device import run
 from lowbit.runtime.kernels.ptx.wgmma import next_slot
-from lowbit.runtime.state.page_counts import PAGE
 
 TOKENS = 128  # of a program
 ROWS = gl.constexpr(64)  # tokens of a warpgroup

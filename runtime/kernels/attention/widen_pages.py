@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowbit.formats.page_counts import PAGE
 from lowbit.runtime.kernels.attention.packed import pages_up_to
 from lowbit.runtime.kernels.launch.attention import Packed
 from lowbit.runtime.kernels.launch.device import card_of, run
-from lowbit.runtime.state.page_counts import PAGE
 
 EACH = 4  # programs of a multiprocessor
 BLOCK = 8192  # elements at a time

@@ -15,6 +15,7 @@ from torch import Tensor
 from lowbit.formats.architectures import prefix_of, read_config
 from lowbit.formats.architectures.decoder import TEXT, text_part
 from lowbit.formats.kv_cache import BF16_CACHE
+from lowbit.formats.page_counts import pages_for
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.runner import Runner
@@ -24,7 +25,6 @@ from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.lab.fake_gpu import DTYPE, MetaWeights
 from lowbit.runtime.models.loader import OpenedModel, build_decoder
 from lowbit.runtime.state.device_state import CacheSize
-from lowbit.runtime.state.page_counts import pages_for
 from lowbit.runtime.state.sampling_params import SamplingParams
 
 LEAST_LAYERS = 4

@@ -14,12 +14,12 @@ from torch.nn.functional import silu
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.layout.packing import pack
+from lowbit.formats.page_counts import pages_for
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, dequantized
 from lowbit.runtime.kernels.rows import rms_norm_ref
 from lowbit.runtime.models.dense import Dense, Layer
 from lowbit.runtime.state.device_state import DeviceState, new_state
-from lowbit.runtime.state.page_counts import pages_for
 from lowbit.runtime.state.rope import rope_tables
 from lowbit.runtime.state.step_buffers import lone_step
 from lowbit.runtime.thresholds import DENSE_TOKENS, PACKED_TOKENS

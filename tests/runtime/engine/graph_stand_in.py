@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.formats.page_counts import PAGE, SCRATCH, pages_for
 from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, Chunks
 from lowbit.runtime.engine.draft.block import BlockRounds
 from lowbit.runtime.engine.draft.made import MadeRounds
@@ -18,7 +19,6 @@ from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.layer_parts import last_of
-from lowbit.runtime.state.page_counts import PAGE, SCRATCH, pages_for
 from lowbit.runtime.state.step import NO_SLOT, Embedded, Span, Step, StepPlan
 from lowbit.runtime.thresholds import PACK_SEQUENCES, SEQUENCE_TOKENS
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import lowbit.runtime as lowbit
+from lowbit.formats.page_counts import PAGE
 from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, SHORT_WIDTHS
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.state.page_counts import PAGE
 
 FAR = 2048  # tokens
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import lowbit.runtime as lowbit
+from lowbit.formats.page_counts import PAGE
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine import sequence as engine_sequence
 from lowbit.runtime.engine.engine import Engine
@@ -16,7 +17,6 @@ from lowbit.runtime.engine.plan import OpenRow
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.layer_parts import last_of
-from lowbit.runtime.state.page_counts import PAGE
 from lowbit.runtime.state.step import NO_SLOT, Span, Step
 from lowbit.runtime.thresholds import EXACT_TOKENS, SEQUENCE_TOKENS
 from tests.short_models import Shorten

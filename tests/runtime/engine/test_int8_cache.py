@@ -12,8 +12,8 @@ from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError
+from lowbit.formats.page_counts import PAGE
 from lowbit.runtime.engine.load_options import KVCache, Mode
-from lowbit.runtime.state.page_counts import PAGE
 from tests.runtime.dense_embedding import dense_embedding
 from tests.short_models import Shorten
 

@@ -11,6 +11,7 @@ import torch
 from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, STAGED, state_bytes
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE, CacheType
+from lowbit.formats.page_counts import EXTRA, PAGE, pages_for
 from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime import LoadOptions, load
 from lowbit.runtime.engine import memory
@@ -24,7 +25,6 @@ from lowbit.runtime.models.loader import (
 )
 from lowbit.runtime.models.shards import shard_of
 from lowbit.runtime.state.device_state import CacheSize, new_state
-from lowbit.runtime.state.page_counts import EXTRA, PAGE, pages_for
 from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.thresholds import PACK_SEQUENCES
 from lowbit.runtime.weights.share import Share

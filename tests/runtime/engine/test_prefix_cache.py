@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from lowbit.formats.page_counts import PAGE, pages_for
 from lowbit.runtime.engine.plan import CHUNK, Capacity
 from lowbit.runtime.engine.prefix_cache import (
     BLOCK,
@@ -18,7 +19,6 @@ from lowbit.runtime.engine.prefix_cache import (
     shared_pages,
 )
 from lowbit.runtime.engine.scheduler import BlockManager
-from lowbit.runtime.state.page_counts import PAGE, pages_for
 from lowbit.runtime.state.pool import Pool
 
 PROMPT = 200

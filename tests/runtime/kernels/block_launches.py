@@ -14,8 +14,8 @@ EPS = 1e-6
 def blocks_of_drafts(full: bool) -> Iterator[str]:
     """Drafters of 8B and of 3.5-4B: a block over a short and a long context, and what is read."""
     from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
+    from lowbit.formats.page_counts import PAGE
     from lowbit.runtime.backends import cuda
-    from lowbit.runtime.state.page_counts import PAGE
     from lowbit.runtime.state.pages import new_pages
     from lowbit.runtime.state.rope import Rope
     from lowbit.runtime.weights.layers import AttentionLayer, ContextLayers

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.kv_cache import BF16_CACHE
-from lowbit.runtime.state.page_counts import PAGE, pages_for
+from lowbit.formats.page_counts import PAGE, pages_for
 from lowbit.runtime.state.pages import KVPages, new_pages
 from lowbit.runtime.state.rope import Rope, rope_by_axes
 from lowbit.runtime.state.step import Span, Step

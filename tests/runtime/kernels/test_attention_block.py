@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE, CacheType
+from lowbit.formats.page_counts import PAGE
 from lowbit.runtime.kernels.attention import block as kernels
 from lowbit.runtime.kernels.attention.block import attend_block, write_context
 from lowbit.runtime.kernels.attention.reference import attend_block_ref
 from lowbit.runtime.kernels.launch.attention import BlockLaunch
-from lowbit.runtime.state.page_counts import PAGE
 from lowbit.runtime.state.pages import new_pages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step

@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowbit.formats.page_counts import PAGE, pages_for
 from lowbit.runtime.kernels.attention import prefill
 from lowbit.runtime.kernels.attention.packed import sequence_of
 from lowbit.runtime.kernels.attention.prefill import attention_prefill
 from lowbit.runtime.kernels.attention.prefill_hopper import PromptPlan
 from lowbit.runtime.kernels.launch.attention import Packed
 from lowbit.runtime.kernels.launch.card import Card
-from lowbit.runtime.state.page_counts import PAGE, pages_for
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step

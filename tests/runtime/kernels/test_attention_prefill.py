@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.formats.page_counts import PAGE, pages_for
 from lowbit.runtime.kernels.attention.prefill import attention_prefill
 from lowbit.runtime.kernels.attention.reference import attention_ref
-from lowbit.runtime.state.page_counts import PAGE, pages_for
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.kv_cache import quantize_vectors, widen_vectors
+from lowbit.formats.page_counts import PAGE
 from lowbit.runtime.kernels.attention.prefill import attention_prefill
 from lowbit.runtime.kernels.attention.reference import attention_ref
-from lowbit.runtime.state.page_counts import PAGE
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span

@@ -235,8 +235,8 @@ def workload(full: bool) -> Iterator[str]:
 def attentions(full: bool) -> Iterator[str]:
     """Decode over a short and a long reach, and prompts, for the heads of real models."""
     from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
+    from lowbit.formats.page_counts import PAGE
     from lowbit.runtime.backends import cuda
-    from lowbit.runtime.state.page_counts import PAGE
     from lowbit.runtime.state.pages import new_pages
     from lowbit.runtime.state.rope import Rope
     from lowbit.runtime.weights.layers import AttentionLayer

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.kv_cache import widen_vectors
+from lowbit.formats.page_counts import PAGE, pages_for
 from lowbit.runtime.kernels.attention import widen_pages as module
 from lowbit.runtime.kernels.attention.widen_pages import widen_pages
 from lowbit.runtime.kernels.launch.attention import Packed
 from lowbit.runtime.kernels.launch.card import Card
-from lowbit.runtime.state.page_counts import PAGE, pages_for
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.step import Span, Step
 from tests.runtime.kernels.coded_pages import in_codes

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.formats.architectures import footprint
+from lowbit.formats.page_counts import PAGE
 from lowbit.runtime.models.loader import load_decoder, open_model
 from lowbit.runtime.state.device_state import new_state
-from lowbit.runtime.state.page_counts import PAGE
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 from tests.runtime.hub_logits import distance, error_ratio, hub_logits, in_bf16
 

@@ -14,10 +14,10 @@ from lowbit.formats.kv_cache import (
     CacheType,
     plain_cache,
 )
+from lowbit.formats.page_counts import PAGE
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.state.device_state import CacheSize, new_state
-from lowbit.runtime.state.page_counts import PAGE
 from lowbit.runtime.state.pages import new_pages
 from lowbit.runtime.state.sampling_params import SamplingParams
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
+from lowbit.formats.page_counts import SCRATCH
 from lowbit.runtime.models.layer_parts import embed
-from lowbit.runtime.state.page_counts import SCRATCH
 from lowbit.runtime.state.rope import rope_tables
 from lowbit.runtime.state.step import Embedded, Span, StepPlan, parts_of
 from lowbit.runtime.state.step_buffers import new_chunk_images, new_step, new_step_buffers

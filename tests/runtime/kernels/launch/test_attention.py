@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from lowbit.formats.page_counts import PAGE
 from lowbit.runtime.kernels.launch.attention import (
     ANY_TOKENS,
     KEYS,
@@ -17,7 +18,6 @@ from lowbit.runtime.kernels.launch.attention import (
     prompt_ways,
 )
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
-from lowbit.runtime.state.page_counts import PAGE
 from lowbit.runtime.thresholds import PROMPT_TOKENS, SEQUENCE_TOKENS
 
 REACHES = (1, 40, 129, 256, 257, 1024, 40960, 262144)
