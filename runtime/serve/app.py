@@ -130,14 +130,8 @@ class Front:
             if isinstance(route, DirectRoute) and route.methods == {"POST"}
         }
         self._outermost = Outermost(self._direct, service)
-        # Clients put a path behind a base URL that may lack `/v1`, or have it beside the client's
         own: list[str] = [route.path for api in APIS for route in api.router.routes]
-        meant = {path.removeprefix(V1): path for path in own if path.startswith(V1)}
-        meant |= {V1 + path: path for path in meant.values()}
-        self._meant = {sent: path for sent, path in meant.items() if "{" not in path}
-        # The part before the name in paths that end with one, such as a model's
-        heads = [(sent, path) for sent, path in meant.items() if "{" in path]
-        self._heads = {sent.split("{")[0]: path.split("{")[0] for sent, path in heads}
+        self._below = {path.split("/")[2] for path in own if path.startswith(V1)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or run the application's life."""
@@ -147,13 +141,12 @@ class Front:
         await (self._outermost if direct else self._app)(scope, receive, send)
 
     def _own_path(self, path: str) -> str:
-        """The path of a route that a client means."""
-        if path in self._meant:
-            return self._meant[path]
-        for sent, head in self._heads.items():
-            if path.startswith(sent):
-                return head + path.removeprefix(sent)
-        return path
+        """The path of a route that a client means.
+
+        Clients put it behind a base URL that may lack `/v1`, or have it beside the client's own.
+        """
+        root, _, rest = path.removeprefix(V1).removeprefix(V1).partition("/")
+        return f"{V1}/{rest}" if not root and rest.split("/")[0] in self._below else path
 
     async def _direct(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the endpoint of a direct route; errors are answered as FastAPI does."""

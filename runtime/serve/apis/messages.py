@@ -155,8 +155,8 @@ AnyTool = Annotated[
 Tools = Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
 
 
-class CountBody(RequestBody):
-    """Everything that the prompt is made of."""
+class CountBody(DrawFields, RequestBody):
+    """Everything that the prompt is made of; by what tokens are drawn does not matter."""
 
     NEUTRAL = NEUTRAL | TURNS | PLAIN
     messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
@@ -171,15 +171,6 @@ class CountBody(RequestBody):
     max_tokens: Ignored[Any] = None
     stop_sequences: Ignored[Any] = None
     stream: Ignored[Any] = None
-    temperature: Ignored[Any] = None
-    top_k: Ignored[Any] = None
-    top_p: Ignored[Any] = None
-    min_p: Ignored[Any] = None
-    presence_penalty: Ignored[Any] = None
-    frequency_penalty: Ignored[Any] = None
-    repetition_penalty: Ignored[Any] = None
-    repeat_penalty: Ignored[Any] = None
-    seed: Ignored[Any] = None
     metadata: Ignored[Any] = None
     service_tier: Ignored[Any] = None
     cache_control: Ignored[Any] = None
@@ -198,7 +189,7 @@ class CountBody(RequestBody):
         ]
 
 
-class MessagesBody(DrawFields, CountBody, AnswerBody):
+class MessagesBody(CountBody, AnswerBody):
     """The whole body."""
 
     max_tokens: Annotated[int, Field(ge=1)]
