@@ -60,7 +60,11 @@ def plan_effort(
         return _fits(source, facts, way)
 
     rate = measured_rate(device, facts.shapes)
-    return choose_way(effort, facts, fits, device_name(device), rate)
+    made = choose_way(effort, facts, fits, device_name(device), rate)
+    if made.way.costs is None:
+        return made
+    need, _ = _costs_memory(source, facts, made.way, torch.get_num_threads())
+    return replace(made, costs_memory=need)
 
 
 def gather_facts(

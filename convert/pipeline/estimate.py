@@ -30,7 +30,15 @@ from lowbit.convert.plan.choice_of_method import (
     unmeasured_rotation,
 )
 from lowbit.convert.plan.effort import EffortPlan
-from lowbit.convert.plan.memory import Memory, block_elements, calibration_memory, peak_estimate
+from lowbit.convert.plan.memory import (
+    BASE_BYTES,
+    LIBRARIES_BYTES,
+    Memory,
+    block_elements,
+    calibration_memory,
+    expected_blocks_bytes,
+    peak_estimate,
+)
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.plan import MethodChooser, Plan
 from lowbit.convert.quantize.session import SAMPLES, CalibrationRequest
@@ -209,12 +217,25 @@ def open_headers(source: str, revision: str | None) -> tuple[Checkpoint, SourceF
     return checkpoint, files_of(location)
 
 
-def peak_ram(plan: Plan, device: torch.device) -> int:
-    """Resident bytes of a conversion on a device at most, its calibration aside."""
+def conversion_memory(ahead: Estimate) -> Memory:
+    """Peak memory of a whole conversion: of its blocks, its calibration, or the costs of bits."""
+    taken = [Memory(blocks_ram(ahead.plan, ahead.device), 0, 0), ahead.of(ahead.method).memory]
+    if ahead.effort is not None:
+        taken.append(ahead.effort.costs_memory)
+    needs = [need for need in taken if need is not None]
+    return Memory(max(need.ram for need in needs), max(need.gpu for need in needs), 0)
+
+
+def blocks_ram(plan: Plan, device: torch.device) -> int:
+    """Resident bytes of a conversion in blocks, on a GPU at most."""
     tensors = {step.source.name: step.source for step in plan.steps}
     rotated_bytes = rotation_bytes(plan.rotated, tensors, device.type)
     elements = block_elements(None, core_count(), device, rotated_bytes)
-    return peak_estimate(elements, core_count(), rotated_bytes, device.type)
+    if device.type == "cuda":
+        return peak_estimate(elements, core_count(), rotated_bytes, device.type)
+    sizes = [math.prod(info.shape) for info in tensors.values()]
+    base = BASE_BYTES if plan.method.calibrated else LIBRARIES_BYTES
+    return expected_blocks_bytes(sizes, elements, core_count(), rotated_bytes, base)
 
 
 def units_of(device: torch.device) -> int:

@@ -32,6 +32,7 @@ from lowbit.convert.plan.calibration_cost import (
     operations_a_second,
 )
 from lowbit.convert.plan.choice_of_method import GPTQ, WEIGHTED, WITH_EXPERTS, best_gptq
+from lowbit.convert.plan.memory import Memory
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.formats.errors import QuantizationError
 
@@ -89,6 +90,7 @@ class EffortPlan:
     better: Way | None = None  # a better way that `high` takes
     better_seconds: float = 0.0
     rate: float | None = None  # operations a second that the times are told by, where measured
+    costs_memory: Memory | None = None  # of the costs that bits are chosen by, where they are
 
 
 def parse_effort(text: str) -> Effort:

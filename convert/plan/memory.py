@@ -33,7 +33,9 @@ from lowbit.formats.folder_size import size
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.machine.memory import free_bytes, resident_bytes
 
-BASE_BYTES = 700 << 20  # interpreter, torch and transformers
+# Interpreter, torch, transformers and what their first calls keep, by builds without CUDA and with
+BASE_BYTES = (500 if torch.version.cuda is None else 700) << 20
+LIBRARIES_BYTES = BASE_BYTES - (270 << 20)  # of them without transformers' models
 DEFAULT_MAX_RAM = 2_000_000_000
 LEAST_ROOM = 500_000_000  # for blocks, by default
 
@@ -50,6 +52,7 @@ CUDA_ELEMENTS = 1 << 24
 LEAST_ELEMENTS = 1 << 16  # one row of the widest known model, with room
 
 # Limits of a calibration, whose code reads them here.
+SOLVED_ROWS = {"cpu": 4096, "cuda": 32768}  # of the head at a time
 STATES_SHARE = 3  # one part of so many of a GPU's free memory may be hidden states
 WEIGHT_BYTES = 18  # original, its copy, the new one, the next layer's, two sets of codes
 AUTOROUND_BYTES = 16  # a weight more: positions, gradients, their squares
@@ -62,6 +65,7 @@ NORMAL_BYTES = 12  # for each: equations, factors and a copy
 SMALL_GROUP = 64  # weights that share a scale in those equations
 PARTS_BYTES = 6  # on a GPU for each number that is multiplied in parts
 PRODUCTS_BYTES = 4 << 30  # of batches' moments that threads hold at a time
+AHEAD = 2  # of them that a thread makes before they are added up
 
 SCORES = 3  # sets of attention's scores: forward, softmax and gradient
 LOGIT_BYTES = 20  # for each logit of an answer's step: the model's, FP32, probabilities and copies
@@ -188,6 +192,21 @@ def peak_estimate(elements: int, workers: int, rotated: int = 0, device: str = "
     return _beside_blocks(rotated, device) + elements * _block_bytes(workers, device)
 
 
+def expected_blocks_bytes(
+    sizes: Sequence[int], elements: int, workers: int, rotated: int, base: int
+) -> int:
+    """Resident bytes of a conversion in blocks on a CPU; a small model fills fewer of them.
+
+    Args:
+        sizes: weights of every tensor.
+        base: resident bytes of the libraries.
+    """
+    total, largest = sum(sizes), max(sizes, default=0)
+    queued = min(QUEUED_BYTES * elements, 4 * total)
+    working = workers * WORKER_BYTES * min(elements, largest)
+    return base + min(SLACK_BYTES, 2 * total) + rotated + queued + working
+
+
 def decoder_layers(table: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
     """Tensors of every layer of the decoder; kinds of layer differ in size."""
     layers: dict[int, list[TensorSpec]] = {}
@@ -213,10 +232,18 @@ def _placed(ram: int, work: int, window: int, device: str) -> Memory:
     return Memory(ram + work, 0, window) if device == "cpu" else Memory(ram, work, window)
 
 
-def _solve_bytes(N: int, K: int, batches: int, device: str) -> int:
-    """Bytes of the moments of an input [tokens, K], and of the codes of all [N, K] that read it."""
-    products = max(1, PRODUCTS_BYTES // (8 * K**2)) if device == "cpu" else 1
-    squares = (SQUARES + 2 * min(products, batches)) * 4 * K**2
+def products_at_a_time(K: int, sets: int, threads: int) -> int:
+    """Batches whose moments, [K, K] of each set of states, exist before they are added up."""
+    return min(AHEAD * threads, max(1, PRODUCTS_BYTES // (sets * 4 * K**2)))
+
+
+def _solve_bytes(N: int, K: int, products: int, device: str) -> int:
+    """Bytes of the moments of an input [tokens, K], and of the codes of all [N, K] that read it.
+
+    Args:
+        products: batches whose moments exist at a time.
+    """
+    squares = (SQUARES + 2 * products) * 4 * K**2
     normals = min(NORMAL_ELEMENTS, N * (K // SMALL_GROUP) ** 2)
     parts = 0 if device == "cpu" else PARTS_BYTES * (K**2 + N * K)
     return squares + SOLVE_BYTES * N * K + NORMAL_BYTES * normals + parts
@@ -227,25 +254,37 @@ def calibration_memory(
 ) -> Memory:
     """Peak memory of a calibration.
 
-    That of the largest layer, the next one, and the input that takes most; and of the hidden states
-    of all windows, which are on a GPU where they take a third of its free memory at most.
+    That of the largest layer, the next one, and the input that takes most, or of the head, whose
+    codes lie in RAM twice; and of the hidden states of all windows, which are on a GPU where they
+    take a third of its free memory at most.
     """
     workers = threads if device == "cpu" else 1
     largest = max(sum(map(math.prod, layer)) for layer in shapes.layers)
     widest = max(N for layer in shapes.layers for N, _ in layer)
     batch = max(LEARNING_TOKENS[device], windows.length)
     batches = math.ceil(windows.tokens / batch)
-    work = largest * (WEIGHT_BYTES + AUTOROUND_BYTES * method.autoround)
-    work += min(batches, workers) * batch * (4 * widest + 8 * shapes.hidden) * 4
+    passing = min(batches, workers) * batch * (4 * widest + 8 * shapes.hidden) * 4
+    head, in_ram, solving = 0, 0, 0
+    if (shapes.vocabulary, shapes.hidden) in shapes.solved:
+        head = min(SOLVED_ROWS[device], shapes.vocabulary)
+        in_ram = 2 * shapes.vocabulary * shapes.hidden
+    of_head = head * shapes.hidden * WORKER_BYTES
     if method.codes == "gptq":
-        work += max((_solve_bytes(N, K, batches, device) for N, K in shapes.together), default=0)
+        for N, K in shapes.together:
+            products = min(batches, products_at_a_time(K, 2, workers))
+            solving = max(solving, _solve_bytes(N, K, products, device))
+        of_head = _solve_bytes(head, shapes.hidden, 1, device) if head else 0
+    passed = passing + largest * (WEIGHT_BYTES + AUTOROUND_BYTES * method.autoround)
     # Sets of hidden states: the original's, the quantized model's, and both before the experts.
     sets = 1 if method.from_original else 4 if shapes.routed else 2
     window = sets * 4 * windows.length * shapes.hidden * 5 // 4
-    work, states = work * 5 // 4, window * windows.count
-    if device == "cpu":
+    states = window * windows.count
+    if device == "cpu":  # a pass has as much again of copies, freed before linears are solved
+        work = max((passed + passing) * 5 // 4, passed * 5 // 4 + solving)
+        work = max(work, (of_head + in_ram) * 5 // 4)
         return Memory(BASE_BYTES + states + work, 0, window)
-    return Memory(BASE_BYTES + states, states + work, window)
+    work = max(passed + solving, of_head) * 5 // 4
+    return Memory(BASE_BYTES + states + in_ram, states + work, window)
 
 
 def costs_memory(

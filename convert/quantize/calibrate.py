@@ -31,6 +31,7 @@ from lowbit.convert.quantize.store import (
 )
 from lowbit.convert.quantize.windows import WindowStates, begin
 from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.machine.memory import give_back
 
 
 def calibrate(
@@ -69,8 +70,10 @@ def calibrate(
             ends = _sources(model, [f"{model.prefix}norm.weight", model.head])
             identity = extended(identity, model.weights.checkpoint, ends)
             if store.load(HEAD, identity, schemes) is None:
+                give_back()  # what freed layers leave to each thread
                 head = quantizer.head(model, schemes["lm_head"], windows)
                 store.save(HEAD, identity, {"lm_head": head}, schemes, None)
+    give_back()
     return store.finished()
 
 

@@ -11,6 +11,7 @@ from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.threads import Pool
 from lowbit.convert.original.walk import LEARNING_TOKENS, pass_through
+from lowbit.convert.plan.memory import SOLVED_ROWS
 from lowbit.convert.plan.method import Method
 from lowbit.convert.quantize.gptq import (
     Factor,
@@ -30,7 +31,6 @@ from lowbit.formats.layout.scheme import Scheme
 # model's KL does not: on 75 k tokens 0.01, the GPTQ paper's value, gave .143 where 0.3 gives .078
 # (Qwen2.5-Coder-0.5B), and .118 against .100 (SmolLM2-135M).
 DAMPINGS = (0.3, 1.0, 3.0)
-SOLVED_ROWS = {"cpu": 4096, "cuda": 32768}  # of the head at a time
 DAMPING_ROWS = 128  # of the linears, evenly spread, that each is tried on
 
 

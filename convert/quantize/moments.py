@@ -16,7 +16,7 @@ from torch import Tensor
 from lowbit.convert.original.layer import Layer, hooked, probed
 from lowbit.convert.original.threads import Pool, ordered
 from lowbit.convert.original.walk import LEARNING_TOKENS, batches, passing
-from lowbit.convert.plan.memory import PRODUCTS_BYTES
+from lowbit.convert.plan.memory import products_at_a_time
 from lowbit.convert.quantize.gptq import Factor
 from lowbit.convert.quantize.windows import WindowStates
 from lowbit.formats.errors import QuantizationError
@@ -181,7 +181,7 @@ def _sums(
         given = inputs(part)
         return [each.T @ given[0] for each in given]
 
-    limit = max(1, PRODUCTS_BYTES // (sets * K * K * 4))
+    limit = products_at_a_time(K, sets, torch.get_num_threads())
     for made in ordered(pool, products, parts, limit):
         for total, each in zip(sums, made, strict=True):
             total += each

@@ -146,4 +146,6 @@ def packed_shapes(N: int, K: int, scheme: Scheme, name: str) -> dict[str, tuple[
 def _pad(values: Tensor, multiple: int) -> Tensor:
     """Zero-pad the last dimension to a multiple; the result is contiguous."""
     missing = -values.shape[-1] % multiple
+    if not missing:
+        return values.contiguous()
     return torch.nn.functional.pad(values, (0, missing)).contiguous()

@@ -11,7 +11,7 @@ from rich.text import Text
 from lowbit.convert.cli.tables import target
 from lowbit.convert.original.device import device_name
 from lowbit.convert.pipeline.effort import effort_line
-from lowbit.convert.pipeline.estimate import Estimate, peak_ram, run_memory
+from lowbit.convert.pipeline.estimate import Estimate, conversion_memory, run_memory
 from lowbit.convert.pipeline.predicted_size import PredictedSizes
 from lowbit.convert.plan.compatibility import (
     VllmUse,
@@ -49,7 +49,9 @@ def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
     console.print(_tensors(source, made))
     for line in _size_lines(made, sizes):
         console.print(line)
-    console.print(f"peak RAM of the conversion: at most {size(peak_ram(made, ahead.device))}")
+    need = conversion_memory(ahead)
+    on_gpu = f", {size(need.gpu)} of GPU memory" if need.gpu else ""
+    console.print(f"memory that the conversion takes: {size(need.ram)} of RAM{on_gpu}")
     if ahead.effort is not None:
         for line in effort_lines(ahead.effort):
             console.print(line)
@@ -197,7 +199,8 @@ def plan_json(source: str, ahead: Estimate, sizes: PredictedSizes) -> dict[str, 
         },
         "draft_rows": made.draft_rows,
         "draft_bytes": made.draft_bytes,
-        "peak_ram_bytes": peak_ram(made, ahead.device),
+        "peak_ram_bytes": conversion_memory(ahead).ram,
+        "peak_gpu_bytes": conversion_memory(ahead).gpu,
         "effort": effort_json(ahead.effort),
         "estimate": methods_json(ahead),
         "smaller_groups": smaller_groups(made),

@@ -88,7 +88,8 @@ def test_calibration_takes_the_constants_that_are_counted_with() -> None:
                 used.setdefault(path.stem, set()).update(alias.name for alias in node.names)
     assert used["learned"] == {"AUTOROUND_STEPS"}
     assert used["gptq"] == {"NORMAL_ELEMENTS"}
-    assert used["moments"] == {"PRODUCTS_BYTES"}
+    assert used["linear"] == {"SOLVED_ROWS"}
+    assert used["moments"] == {"products_at_a_time"}
     assert used["windows"] == {"STATES_SHARE", "STEP_TOKENS"}
 
 
