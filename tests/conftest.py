@@ -14,10 +14,12 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from lowbit.formats.machine.cores import core_count
+from tests.loggers import Silent
 
 LONGEST = "test_compile.py"
 AUTO = "PYTEST_XDIST_AUTO_NUM_WORKERS"  # variable of xdist that sets another number
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+SILENT = Silent()
 YOUNG = 10_000  # objects that are made before the collector looks for garbage; 700 in Python itself
 
 CALM: dict[str, Any] = {
@@ -51,6 +53,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """One that hands out tests needs no fixtures, and starts the others at once."""
+    SILENT.serve_pytest()
     plugins = session.config.pluginmanager
     if not plugins.has_plugin("dsession"):
         plugins.import_plugin("tests.fixtures")
@@ -106,6 +109,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
     Who is asked for durations gets those of fixtures, too.
     """
+    SILENT.look()
     if not _is_one_of_several(item.config) or item.config.option.durations is not None:
         return None
     hook, place = item.ihook, {"nodeid": item.nodeid, "location": item.location}
