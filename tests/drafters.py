@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowbit.formats.architectures import kind_of
 from tests import heads
+from tests.short_models import SHORT_VOCABULARY
 
 CONFIG: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
@@ -33,7 +34,7 @@ CONFIG: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"],
     "num_target_layers": 4,
     "block_size": 8,
-    "dflash_config": {"mask_token_id": 4000, "target_layer_ids": [2, 0]},
+    "dflash_config": {"mask_token_id": 1000, "target_layer_ids": [2, 0]},
 }
 # Keys as DeepSpec writes them: a copy of the target's config.json, and its own at the top.
 DSPARK: dict[str, Any] = {
@@ -46,7 +47,7 @@ DSPARK: dict[str, Any] = {
     "layer_types": ["full_attention"] * 2,
     "markov_head_type": "vanilla",
     "markov_rank": 64,
-    "mask_token_id": 4000,
+    "mask_token_id": 1000,
     "max_window_layers": 2,
     "num_anchors": 512,
     "sliding_window": None,
@@ -178,8 +179,13 @@ DECIDING = (  # weights of the token before
 def write_drafter(
     folder: Path, seed: int = 0, base: dict[str, Any] = CONFIG, **changes: Any
 ) -> dict[str, Tensor]:
-    """A random drafter in a folder; a value None leaves a key out. Its weights in FP32."""
+    """A random drafter in a folder; a value None leaves a key out. Its weights in FP32.
+
+    One for a target of two layers has the vocabulary of shortened models.
+    """
     config = {key: value for key, value in (base | changes).items() if value is not None}
+    if config.get("num_target_layers") == 2:
+        config["vocab_size"] = SHORT_VOCABULARY
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in shapes(config).items():

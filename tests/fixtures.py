@@ -18,7 +18,7 @@ from lowbit.formats.text.job_queue import JobQueue
 from lowbit.formats.text.template import ChatTemplate
 from tests.hub_server import HubServer
 from tests.known_scales import Scales
-from tests.short_models import Shorten, shortened
+from tests.short_models import SHORT_VOCABULARY, Shorten, shortened
 
 SEARCH_SCALES = rtn.search_scales
 
@@ -109,9 +109,14 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shorten(tmp_path_factory: pytest.TempPathFactory) -> Shorten:
-    """`shorten(name)` is the folder of a bundled model with two layers, one of each kind."""
+    """`shorten(name, tokens)` is the folder of a bundled model with two layers and 1,024 tokens."""
     folder = tmp_path_factory.mktemp("short")
-    return cache(lambda name: shortened(name, folder / name))
+
+    @cache
+    def short(name: str, tokens: int = SHORT_VOCABULARY) -> Path:
+        return shortened(name, folder / str(tokens) / name, tokens)
+
+    return short
 
 
 @pytest.fixture

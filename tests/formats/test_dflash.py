@@ -29,7 +29,7 @@ def test_published_configs_are_read() -> None:
     config = read_config(CONFIG)
     assert isinstance(config, DFlashConfig)
     assert config.block_drafts is not None
-    assert config.blocks == BlockDrafts(8, 4000, (2, 0), target_depth=4)
+    assert config.blocks == BlockDrafts(8, 1000, (2, 0), target_depth=4)
     assert config.windows == (20, None)
     assert config.causal == (True, False)
     assert (kind_of(CONFIG), is_drafter(CONFIG)) == ("DFlashDraftModel", True)
@@ -39,7 +39,7 @@ def test_published_configs_are_read() -> None:
     del inside["num_target_layers"]
     found = read_config({**inside, "is_causal": False})
     assert isinstance(found, DFlashConfig)
-    assert found.blocks == BlockDrafts(16, 4000, (2, 0))
+    assert found.blocks == BlockDrafts(16, 1000, (2, 0))
     assert found.windows == (None, None)
     assert found.causal == (False, False)
 

@@ -31,7 +31,7 @@ def test_the_table_has_the_tensors_that_vllm_reads(tmp_path: Path, changes: dict
 def test_a_config_is_read() -> None:
     config = read_config(LILICORR)
     assert isinstance(config, LiLiCorrConfig)
-    assert config.blocks == BlockDrafts(8, 4000, (2, 0), 1, 4, keeps_context=True)
+    assert config.blocks == BlockDrafts(8, 1000, (2, 0), 1, 4, keeps_context=True)
     assert (config.candidates, config.width, config.depth, config.heads) == (8, 96, 2, 3)
     assert (config.inner, config.factor, config.vector_eps, config.scale) == (192, 32, 1e-6, 10.0)
     assert config.convolutions is None

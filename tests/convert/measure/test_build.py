@@ -14,16 +14,17 @@ from lowbit.convert.report.formatting import size, tower_text
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert
+from tests.short_models import SHORT_VOCABULARY
 
 
 def test_sizes(short: Path, packed: Path, packed_tied: Path) -> None:
     found = measure_sizes(open_packed(packed), open_checkpoint(short))
     assert found.folder_bytes == sum(path.stat().st_size for path in packed.iterdir())
     source = sum(path.stat().st_size for path in short.iterdir())
-    assert found.source_bytes == pytest.approx(source, rel=0.001)  # headers and config differ
-    # 4 + 16/128 bits in 2 layers of 786,432 weights, 8 + 16/128 in a head of 4096 x 256, two int64
+    assert found.source_bytes == pytest.approx(source, abs=5000)  # headers and config differ
+    # 4 + 16/128 bits in 2 layers of 786,432 weights, 8 + 16/128 in a head of 1024 x 256, two int64
     # of shape a linear, and BF16 in the embedding; norms and headers are below 1 %.
-    body, head = 2 * 786_432, 4096 * 256
+    body, head = 2 * 786_432, SHORT_VOCABULARY * 256
     count = parameters(json.loads((short / "config.json").read_text()))
     # Nothing in a folder without lowbit.json says that its head was tied: it counts apart.
     expected = (body * 4.125 + head * (8.125 + 16) + 15 * 128) / (count + head)

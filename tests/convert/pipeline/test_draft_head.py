@@ -33,14 +33,15 @@ from lowbit.formats.safetensors.checkpoint import TensorInfo, open_checkpoint
 from tests.conversions import convert
 from tests.convert.edits import manifest_of
 from tests.convert.fixture_types import Hashes
+from tests.short_models import WHOLE_VOCABULARY, Shorten
 
 ROWS = 600
 RECIPE = Recipe(draft_vocabulary=ROWS)
 
 
 @pytest.fixture(scope="module")
-def hybrid(short_hybrid: Path) -> Path:
-    return short_hybrid
+def hybrid(shorten: Shorten) -> Path:
+    return shorten("tiny-qwen3.5", WHOLE_VOCABULARY)
 
 
 @pytest.fixture(scope="module")

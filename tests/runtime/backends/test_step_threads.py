@@ -12,7 +12,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.runner import Runner
 from tests.runtime.engine.small_engine import SMALL, new_engine
-from tests.short_models import Shorten
+from tests.short_models import SHORT_VOCABULARY, Shorten
 
 NAME = "tiny-qwen3"
 PROMPT = [10, 20, 30, 40, 50, 60]
@@ -114,7 +114,9 @@ def test_every_count_gives_the_same_answer(
     torch.set_num_threads(2)  # conftest.py restores it
     answers = []
     for counts in ((1,), (2, 1)):
-        engine = Engine(new_runner(model.engine.decoder, 4096, SMALL, model.dtype, "cpu"))
+        engine = Engine(
+            new_runner(model.engine.decoder, SHORT_VOCABULARY, SMALL, model.dtype, "cpu")
+        )
         turns = iter(counts * 40)
         assert engine.threads is not None
         monkeypatch.setattr(StepThreads, "choose", lambda *_, turns=turns: next(turns))

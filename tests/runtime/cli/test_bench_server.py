@@ -24,7 +24,7 @@ from tests.runtime.lab.http_load.conftest import (
     serving_in_thread,
 )
 from tests.runtime.serve.conftest import NAME, Running, running
-from tests.short_models import Shorten
+from tests.short_models import MODELS
 
 FEW = ("--requests", "3", "--new-tokens", "4", "--clients", "2")
 
@@ -230,8 +230,8 @@ def test_what_spoils_the_figures_is_said(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.fixture(scope="module")
-def real(shorten: Shorten) -> Iterator[Running]:
-    model = lowbit.load(shorten("tiny-qwen3"), device="cpu", max_sequences=2, context=256)
+def real() -> Iterator[Running]:
+    model = lowbit.load(MODELS / "tiny-qwen3", device="cpu", max_sequences=2, context=256)
     with running(model, api_key="secret") as found:
         yield found
 

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.text.constraint import Constraint
+from tests.short_models import SHORT_VOCABULARY
 
-V = 4096
+V = SHORT_VOCABULARY
 
 
-def words_of(ids: range) -> Tensor:
-    """The mask that allows these tokens."""
-    bits = torch.zeros(V, dtype=torch.int64)
+def words_of(ids: range, size: int = V) -> Tensor:
+    """The mask that allows these tokens of so many."""
+    bits = torch.zeros(size, dtype=torch.int64)
     bits[torch.tensor(ids)] = 1
     words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
     return words.to(torch.int32)
@@ -31,6 +32,7 @@ class Residues(Constraint):
     tokens: list[int] = field(default_factory=list)
     done: bool = False
     free_tokens: int = 0
+    size: int = V  # of the vocabulary
 
     def rest(self, count: int) -> int:
         return sum(self.tokens[:count]) % 7
@@ -39,15 +41,15 @@ class Residues(Constraint):
         self.fails(self.tokens)
         if len(self.tokens) % self.free == self.free - 1:
             return None
-        return words_of(range(self.rest(len(self.tokens)), V - 96, 7))
+        return words_of(range(self.rest(len(self.tokens)), self.size - 96, 7), self.size)
 
     def accept(self, token: int) -> None:
         self.tokens.append(token)
 
 
-def follows(tokens: tuple[int, ...], free: int = 5) -> bool:
+def follows(tokens: tuple[int, ...], free: int = 5, size: int = V) -> bool:
     return all(
-        n % free == free - 1 or (token % 7 == sum(tokens[:n]) % 7 and token < V - 96)
+        n % free == free - 1 or (token % 7 == sum(tokens[:n]) % 7 and token < size - 96)
         for n, token in enumerate(tokens)
     )
 

@@ -64,7 +64,7 @@ def request_of(number: int, count: int = 40) -> Request:
     """Prompts of many lengths, short ones behind these; every other one is sampled."""
     generator = torch.Generator().manual_seed(number)
     length = LENGTHS[number] if number < len(LENGTHS) else 1 + number % 9
-    ids = torch.randint(4000, (length,), generator=generator).tolist()
+    ids = torch.randint(1000, (length,), generator=generator).tolist()
     hot = lowbit.SamplingParams(0.9, top_k=40, seed=number)
     return Request(tuple(ids), hot if number % 2 else lowbit.SamplingParams(), count)
 
@@ -170,7 +170,7 @@ def clean(runner: Runner) -> None:
         store.zero_()
 
 
-IDS = torch.randint(4000, (60,), generator=torch.Generator().manual_seed(9)).tolist()
+IDS = torch.randint(1000, (60,), generator=torch.Generator().manual_seed(9)).tolist()
 START = 28  # tokens of a prompt, run together
 
 

@@ -36,7 +36,7 @@ def load(folder: Path, kv_cache: KVCache = "int8", **options: Any) -> lowbit.Mod
 
 def request_of(number: int, count: int = 8) -> lowbit.Request:
     generator = torch.Generator().manual_seed(number)
-    ids = torch.randint(4000, ((30, 129, 64, 7)[number],), generator=generator).tolist()
+    ids = torch.randint(1000, ((30, 129, 64, 7)[number],), generator=generator).tolist()
     return lowbit.Request(tuple(ids), HOT if number % 2 else GREEDY, count)
 
 

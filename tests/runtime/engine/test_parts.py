@@ -34,8 +34,8 @@ from tests.short_models import Shorten
 MANY, FEW = 128, 4  # sequences together
 ASKED = 70
 CONTEXT = 128
-ENDS = frozenset({4000})
-COMMON = (*range(100, 170), 4000)  # a message with which many prompts begin
+ENDS = frozenset({1000})
+COMMON = (*range(100, 170), 1000)  # a message with which many prompts begin
 PARAMS = (
     lowbit.SamplingParams(),
     lowbit.SamplingParams(0.9, top_k=40, seed=5),
@@ -74,7 +74,7 @@ def runner_of(model: lowbit.Model, size: CacheSize) -> Runner:
 def request_of(number: int, count: int = 5) -> Request:
     """Short prompts; some share a beginning, some answers are constrained."""
     generator = torch.Generator().manual_seed(number)
-    ids = torch.randint(3900, (1 + number % 7,), generator=generator).tolist()
+    ids = torch.randint(900, (1 + number % 7,), generator=generator).tolist()
     sampling = PARAMS[number % len(PARAMS)]
     if sampling.seed is not None:
         sampling = replace(sampling, seed=sampling.seed + number)

@@ -14,9 +14,9 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.state.device_state import CacheSize
-from tests.short_models import Shorten
+from tests.short_models import SHORT_VOCABULARY, Shorten
 
-END = 4093  # of a message
+END = 1021  # of a message
 CONTEXT = 1400
 ROOMY = CacheSize(context=CONTEXT, sequences=2, pages=100, snapshots=64)
 TIGHT = CacheSize(context=CONTEXT, sequences=1, pages=30, snapshots=2)
@@ -25,7 +25,7 @@ DRAW = random.Random(3)
 
 
 def message(tokens: int) -> list[int]:
-    return [*(DRAW.randrange(4000) for _ in range(tokens - 1)), END]
+    return [*(DRAW.randrange(1000) for _ in range(tokens - 1)), END]
 
 
 SYSTEM, FIRST, SECOND = message(90), message(70), message(130)
@@ -46,7 +46,9 @@ def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
 
 def new_engine(model: lowbit.Model, size: CacheSize = ROOMY) -> Engine:
     decoder, cache_type = model.engine.decoder, model.kv_cache.cache_type
-    return Engine(new_runner(decoder, 4096, size, model.dtype, "cpu", cache_type=cache_type))
+    return Engine(
+        new_runner(decoder, SHORT_VOCABULARY, size, model.dtype, "cpu", cache_type=cache_type)
+    )
 
 
 class Watch:

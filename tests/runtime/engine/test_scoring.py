@@ -16,7 +16,7 @@ from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.evaluate.scoring import score as evaluated
 from lowbit.runtime.state.device_state import CacheSize
-from tests.short_models import Shorten
+from tests.short_models import SHORT_VOCABULARY, Shorten
 
 HOT = lowbit.SamplingParams(1.0, seed=3)
 # Log-probabilities are rounded to float32 below 64 in size: 2^-19 each.
@@ -39,11 +39,13 @@ def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
 def small(model: lowbit.Model) -> Engine:
     size = CacheSize(400, 3, 21, 4)
     decoder, cache_type = model.engine.decoder, model.kv_cache.cache_type
-    return Engine(new_runner(decoder, 4096, size, torch.float32, "cpu", cache_type=cache_type))
+    return Engine(
+        new_runner(decoder, SHORT_VOCABULARY, size, torch.float32, "cpu", cache_type=cache_type)
+    )
 
 
 def prompt(number: int, length: int) -> list[int]:
-    return [random.Random(number).randrange(4000) for _ in range(length)]
+    return [random.Random(number).randrange(1000) for _ in range(length)]
 
 
 @pytest.mark.parametrize(("length", "chunk"), [(1, 1024), (2, 96), (130, 96), (400, 1024)])
@@ -179,12 +181,12 @@ def test_logits_that_are_not_finite(model: lowbit.Model, monkeypatch: pytest.Mon
 
     def poisoned(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = embed(ids, table)
-        found[ids == 3999] = float("nan")
+        found[ids == 999] = float("nan")
         return found
 
     monkeypatch.setattr(ops, "embed", poisoned)
     with pytest.raises(CheckpointError, match=r"the logits after [1-4] tokens are NaN"):
-        model.score([1, 2, 3, 3999, 5, 6])
+        model.score([1, 2, 3, 999, 5, 6])
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_logits_that_are_not_finite(model: lowbit.Model, monkeypatch: pytest.Mon
     [
         ([], 0, "the prompt is empty"),
         ([1] * 401, 0, "the prompt has 401 tokens, the context is 400"),
-        ([4096], 0, "token ids must be between 0 and 4095"),
+        ([1024], 0, "token ids must be between 0 and 1023"),
         ([1], -1, "`prompt_logprobs` must be an integer from 0 to 20"),
         ([1], 21, "`prompt_logprobs` must be an integer from 0 to 20"),
     ],

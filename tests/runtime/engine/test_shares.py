@@ -12,7 +12,7 @@ from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.state.device_state import CacheSize
-from tests.short_models import Shorten
+from tests.short_models import SHORT_VOCABULARY, Shorten
 
 ROWS = 4
 SHORT, LONG = 6, 60  # new tokens
@@ -32,7 +32,7 @@ def model(folder: Path) -> lowbit.Model:
 @pytest.fixture
 def engine(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(scheduler, "SHORT", SHORT)
-    return Engine(new_runner(model.engine.decoder, 4096, SIZE, torch.float32, "cpu"))
+    return Engine(new_runner(model.engine.decoder, SHORT_VOCABULARY, SIZE, torch.float32, "cpu"))
 
 
 def ask(engine: Engine, client: str, count: int = LONG) -> Handle:

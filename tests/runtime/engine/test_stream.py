@@ -18,7 +18,7 @@ from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import answer_all
 from lowbit.runtime.state.device_state import CacheSize
 from tests.runtime.dense_embedding import dense_embedding
-from tests.short_models import Shorten
+from tests.short_models import SHORT_VOCABULARY, Shorten
 
 BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
 GREEDY = lowbit.SamplingParams()
@@ -48,11 +48,11 @@ def model(loaded: lowbit.Model) -> lowbit.Model:
 
 def small(model: lowbit.Model, sequences: int, pages: int) -> Engine:
     size = CacheSize(context=256, sequences=sequences, pages=pages, snapshots=0)
-    return Engine(new_runner(model.engine.decoder, 4096, size, model.dtype, "cpu"))
+    return Engine(new_runner(model.engine.decoder, SHORT_VOCABULARY, size, model.dtype, "cpu"))
 
 
 def prompt(number: int, length: int = 20) -> Ids:
-    return tuple((number * 31 + 7 * index) % 4000 for index in range(length))
+    return tuple((number * 31 + 7 * index) % 1000 for index in range(length))
 
 
 def alone(model: lowbit.Model, request: Request) -> Ids:
@@ -205,10 +205,10 @@ def test_tasks_share_an_event_loop(model: lowbit.Model) -> None:
 def test_a_task_sees_the_error_of_its_request(
     model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good, bad = Request(prompt(1), GREEDY, 8), Request((3999, 5), GREEDY, 8)
+    good, bad = Request(prompt(1), GREEDY, 8), Request((999, 5), GREEDY, 8)
     expected = alone(model, good)
     embedding = dense_embedding(model.engine.decoder)
-    monkeypatch.setattr(model.engine.decoder.ops, "embed", poisoned(model.engine.decoder.ops, 3999))
+    monkeypatch.setattr(model.engine.decoder.ops, "embed", poisoned(model.engine.decoder.ops, 999))
 
     async def both() -> tuple[Any, Any]:
         async def tokens(request: Request) -> Ids:
@@ -240,10 +240,10 @@ def test_a_list_with_a_failing_request_ends_the_others_first(
     requests: list[Request | lowbit.LowbitError] = [
         model.request(prompt(1), sampling=GREEDY, max_new_tokens=5),
         RequestError("no request"),
-        model.request((3999,), sampling=GREEDY, max_new_tokens=5),
+        model.request((999,), sampling=GREEDY, max_new_tokens=5),
         model.request(prompt(4), sampling=GREEDY, max_new_tokens=9),
     ]
-    monkeypatch.setattr(model.engine.decoder.ops, "embed", poisoned(model.engine.decoder.ops, 3999))
+    monkeypatch.setattr(model.engine.decoder.ops, "embed", poisoned(model.engine.decoder.ops, 999))
     found = dict(answer_all(model.engine, model.tokenizer, requests))
     assert sorted(found) == [0, 1, 2, 3]
     assert found[1] is requests[1]
@@ -369,8 +369,8 @@ def test_what_never_fits_is_refused_at_once(model: lowbit.Model) -> None:
         (Request((1,) * 257), "the prompt has 257 tokens, the context is 256"),
         (Request((1, 2), GREEDY, 0), "`max_new_tokens` must be at least 1, got 0"),
         (Request((1, 2), GREEDY, -3), "`max_new_tokens` must be at least 1, got -3"),
-        (Request((1, 4096)), "token ids must be between 0 and 4095"),
-        (Request((-1,)), "token ids must be between 0 and 4095"),
+        (Request((1, 1024)), "token ids must be between 0 and 1023"),
+        (Request((-1,)), "token ids must be between 0 and 1023"),
     ],
 )
 def test_bad_requests_are_refused_and_the_others_go_on(

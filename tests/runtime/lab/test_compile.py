@@ -106,7 +106,7 @@ def test_keys_are_those_of_tensors_with_data(shorten: Shorten, tmp_path: Path) -
 
     By two models, and by the rounds of a drafter.
     """
-    section = {"mask_token_id": 4000, "target_layer_ids": [0]}
+    section = {"mask_token_id": 1000, "target_layer_ids": [0]}
     write_drafter(tmp_path, dflash_config=section, num_target_layers=2)
     folders = [str(shorten(name)) for name in ("tiny-qwen3", "tiny-qwen3.5")]
     *plain, drafted = outside(*folders, f"{folders[1]}{BESIDE}{tmp_path}")

@@ -125,7 +125,7 @@ def test_calls_have_the_names_of_the_request(
         "input": turns(("user", "Hi")),
         "tools": CODEX_TOOLS,
         "tool_choice": choice,
-        "max_output_tokens": 40,
+        "max_output_tokens": 80,
         "parallel_tool_calls": False,
         "reasoning": {"effort": "none"},
     }

@@ -12,10 +12,10 @@ from lowbit.formats.text.template import ChatTemplate
 from lowbit.runtime.text.answer import OutputStart
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.thinking import ThinkingConstraint, ThinkingTokens, thinking_tokens
-from tests.short_models import Shorten
+from tests.short_models import SHORT_VOCABULARY, Shorten
 
-V = 4096
-STOP, OPEN, CLOSE = 4093, 4094, 4095
+V = SHORT_VOCABULARY
+STOP, OPEN, CLOSE = SHORT_VOCABULARY - 3, SHORT_VOCABULARY - 2, SHORT_VOCABULARY - 1
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,9 @@ from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.draft.verify import Verifier
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.runner import Runner
+from tests.short_models import SHORT_VOCABULARY
 
-VOCABULARY = 4096  # of the bundled models
+VOCABULARY = SHORT_VOCABULARY
 
 
 @dataclass

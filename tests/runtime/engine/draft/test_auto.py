@@ -21,10 +21,10 @@ from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
 from tests.drafters import write_drafter
 from tests.runtime.engine.draft.guesses import Guesser, KnownRounds
-from tests.short_models import Shorten
+from tests.short_models import SHORT_VOCABULARY, Shorten
 
 GREEDY = lowbit.SamplingParams()
-PROMPT = tuple(7 * index % 4000 for index in range(40))
+PROMPT = tuple(7 * index % 1000 for index in range(40))
 TOKENS = 193  # of which the first comes from the prompt
 STEP, ROUND, CAUGHT_UP = 1.0, {1: 1.5, 2: 1.9, 3: 2.1}, 0.4  # seconds on the clock
 
@@ -135,7 +135,7 @@ class KnownBlocks(BlockRounds):
     def draft(self, B: int, k: int, max_kv_len: int) -> torch.Tensor:
         BlockRounds.draft(self, B, k, max_kv_len)
         first = int(self.inputs.step.positions[0])
-        return (self.text[first + 1 : first + 1 + k] + (not self.right))[None] % 4096
+        return (self.text[first + 1 : first + 1 + k] + (not self.right))[None] % SHORT_VOCABULARY
 
 
 @pytest.mark.commands
@@ -148,7 +148,7 @@ def test_drafts_of_a_drafter_cost_little_or_pay(
     right: bool,
 ) -> None:
     """Always wrong they leave 0.98 of the speed; always right they are as fast as can be."""
-    section = {"mask_token_id": 4000, "target_layer_ids": [0]}
+    section = {"mask_token_id": 1000, "target_layer_ids": [0]}
     write_drafter(tmp_path, dflash_config=section, num_target_layers=2)
     options: dict[str, Any] = {
         "device": "cpu",

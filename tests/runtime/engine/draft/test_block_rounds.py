@@ -49,7 +49,7 @@ def load(folder: Path, drafter: Path | None, drafts: int | None = None) -> lowbi
 def folders(shorten: Shorten, tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     """A trained pair, and a model with random drafters, with a window or DSpark's, always wrong."""
     random = tmp_path_factory.mktemp("drafter")
-    section = {"mask_token_id": 4000, "target_layer_ids": [0]}
+    section = {"mask_token_id": 1000, "target_layer_ids": [0]}
     write_drafter(random, dflash_config=section, num_target_layers=2)
     trained = MODELS / "tiny-qwen3.5", MODELS / "tiny-qwen3.5-dflash"
     dspark = tmp_path_factory.mktemp("dspark")

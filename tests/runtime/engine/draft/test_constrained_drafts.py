@@ -228,7 +228,7 @@ def new_engine(
 
 def request_of(number: int, constraint: Constraint | None, count: int = 16) -> Request:
     draw = random.Random(number)
-    prompt = tuple(draw.randrange(4000) for _ in range(12))
+    prompt = tuple(draw.randrange(1000) for _ in range(12))
     return Request(prompt, KINDS[number % 3], count, constraint=constraint)
 
 

@@ -91,7 +91,7 @@ def drafts_by_torch(target: Any, weights: dict[str, Tensor], ids: list[int]) -> 
     states = target.model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
     layers = CONFIG["dflash_config"]["target_layer_ids"]
     hidden_taps = torch.cat([states[layer + 1][0] for layer in layers], dim=1)
-    block = target.model.embed_tokens(torch.tensor([ids[-1], *[4000] * 7]))
+    block = target.model.embed_tokens(torch.tensor([ids[-1], *[1000] * 7]))
     hidden = hidden_by_torch(CONFIG, weights, hidden_taps, block)
     return [int(id) for id in target.lm_head(hidden)[1:].argmax(-1)]
 

@@ -17,6 +17,7 @@ from tests.runtime.engine.residues import Residues, follows
 
 TRUNK = TARGET.with_name("tiny-qwen3.5-dflash")
 GREEDY = lowbit.SamplingParams(logprobs=2)
+SIZE = 4096  # of the bundled vocabulary
 HOT = lowbit.SamplingParams(0.8, top_k=20, top_p=0.95, seed=5, logprobs=1)
 STRICT = lowbit.SamplingParams(0.7, presence_penalty=0.5, logit_bias=((9, 2.0),), seed=4)
 OPTIONS: dict[str, Any] = {
@@ -64,7 +65,7 @@ def requests(model: lowbit.Model, stop: int) -> list[Request]:
     ids = [tuple(model.tokenizer.encode(text, framed=True, context=400)) for text in starts]
     asked = [Request(*each, 8) for each in zip(ids, (GREEDY, HOT, STRICT), strict=True)]
     ending = Request(ids[0], GREEDY, 8, stop_ids=frozenset({stop}))
-    return [*asked, ending, Request(ids[2], HOT, 4, constraint=Residues())]
+    return [*asked, ending, Request(ids[2], HOT, 4, constraint=Residues(size=SIZE))]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_a_head_changes_nothing(tmp_path: Path, kind: str, plain: tuple[list[Han
         assert_same(found, wanted)
     assert all(each.tally.rounds for each in together[:3])
     assert expected[3].finish_reason == "stop"
-    assert follows(together[4].result())
+    assert follows(together[4].result(), size=SIZE)
 
 
 def assert_same(found: Handle, wanted: Handle) -> None:

@@ -51,6 +51,7 @@ from tests.runtime.engine.draft.test_dspark import (
     noted_drafts,
     requests,
 )
+from tests.short_models import SHORT_VOCABULARY
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 TEXT = (EXAMPLES / "data" / "stories-eval.txt").read_text()
@@ -79,7 +80,7 @@ KINDS_BY_DTYPE = [  # a head and the precision of its target: none of them needs
     ("int4", "lilicorr"),
 ]
 ALL = pytest.mark.parametrize("kind", VARIANTS)
-LAST = (5, 4000)  # tokens of two sequences
+LAST = (5, 1000)  # tokens of two sequences
 
 
 def for_two_layers(base: dict[str, Any]) -> dict[str, Any]:
@@ -289,8 +290,8 @@ class Spread(DraftOutput[Any]):
 def choice_of(output: Any, drafter: Any, params: lowbit.SamplingParams) -> Any:
     """The `Choice` of all drafts of two blocks."""
     generator = torch.Generator().manual_seed(3)
-    embedding, context = (torch.randn(n, 256, generator=generator) for n in (4096, 2))
-    sampler, k = new_sampler_rows(3, 4096, "cpu"), drafter.blocks.drafts
+    embedding, context = (torch.randn(n, 256, generator=generator) for n in (SHORT_VOCABULARY, 2))
+    sampler, k = new_sampler_rows(3, SHORT_VOCABULARY, "cpu"), drafter.blocks.drafts
     for row in (1, 2):
         sampler.configure_row(row, replace(params, seed=row), (7, 9))
     places = torch.arange(45, 45 + k, dtype=torch.int32).expand(2, -1)
@@ -315,13 +316,13 @@ def test_a_head_that_keeps_rows_drafts_as_a_whole_one(
     head, over_all = drafter.head, whole.head
     assert head is not None
     assert over_all is not None
-    for each, count in ((head, 500), (over_all, 4096)):
+    for each, count in ((head, 500), (over_all, SHORT_VOCABULARY)):
         if (linear := getattr(each, "output", None)) is not None:
             assert cpu.product(torch.zeros(1, linear.K), linear).shape == (1, count)
     generator = torch.Generator().manual_seed(4)
     hidden = torch.randn(2, drafter.blocks.size, 256, generator=generator)
-    output: Any = DraftOutput(cpu, drafter.norm, 1e-6, None, 4096, rows)
-    spread = Spread(cpu, drafter.norm, 1e-6, (rows.ids, rows.head), 4096)
+    output: Any = DraftOutput(cpu, drafter.norm, 1e-6, None, SHORT_VOCABULARY, rows)
+    spread = Spread(cpu, drafter.norm, 1e-6, (rows.ids, rows.head), SHORT_VOCABULARY)
     found = head.draft(hidden, choice_of(output, drafter, params))
     assert torch.equal(found, over_all.draft(hidden, choice_of(spread, drafter, params)))
     assert torch.isin(found, rows.ids).all()
@@ -335,7 +336,7 @@ def test_fewer_rows_than_a_head_has_candidates(tmp_path: Path, kind: str, with_r
     assert drafter.head is not None
     assert rows is not None
     few: Any = DraftRows(rows.ids[-5:], DenseLinear(torch.randn(5, 256)))
-    output: Any = DraftOutput(cpu, drafter.norm, 1e-6, None, 4096, few)
+    output: Any = DraftOutput(cpu, drafter.norm, 1e-6, None, SHORT_VOCABULARY, few)
     for params in (GREEDY, HOT, STRICT):
         hidden = torch.randn(2, drafter.blocks.size, 256)
         found = drafter.head.draft(hidden, choice_of(output, drafter, params))
@@ -351,7 +352,7 @@ def test_rows_that_a_head_leaves_out_take_no_memory(
         drafter = with_drafter(open_model(folder), tmp_path).drafter
         assert drafter is not None
         sizes.append(drafter.weight_bytes("cpu", torch.float32))
-    assert sizes[0] - sizes[1] == 4 * (4096 - 500) * XPRESS["xpress_rank"]
+    assert sizes[0] - sizes[1] == 4 * (SHORT_VOCABULARY - 500) * XPRESS["xpress_rank"]
 
 
 def test_a_kept_context_takes_memory(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def drafting(
     folder, drafter = shorten("tiny-qwen3.5"), None
     if request.param == "dflash":
         drafter = tmp_path_factory.mktemp("drafter")
-        section = {"mask_token_id": 4000, "target_layer_ids": [0]}
+        section = {"mask_token_id": 1000, "target_layer_ids": [0]}
         write_drafter(drafter, dflash_config=section, num_target_layers=2)
     return lowbit.load(folder, device="cpu", speculate=request.param, drafter=drafter, **OPTIONS)
 

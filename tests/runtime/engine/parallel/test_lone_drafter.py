@@ -40,13 +40,13 @@ from tests.drafters import DSPARK, KINDS, write_drafter
 from tests.runtime.engine.draft.guesses import costs_by_tokens
 from tests.runtime.engine.small_engine import assert_all_free
 from tests.runtime.ranks_in_threads import add_drafter, linked_runner, shared_runner
-from tests.short_models import MODELS, Shorten
+from tests.short_models import MODELS, SHORT_VOCABULARY, Shorten
 
 SIZE = CacheSize(context=200, sequences=3, pages=30, snapshots=4, drafts=15)
-VOCABULARY = 4000
+VOCABULARY = 1000
 GREEDY = SamplingParams()
 DRAWN = SamplingParams(temperature=0.8, top_k=20, seed=5, repetition_penalty=1.2)
-IDS = torch.randint(VOCABULARY, (90,), generator=torch.Generator().manual_seed(6)).tolist()
+IDS = torch.randint(VOCABULARY, (90,), generator=torch.Generator().manual_seed(8)).tolist()
 Ranks = Callable[[OpenedModel], Runner]
 
 
@@ -207,7 +207,7 @@ def test_its_memory_is_counted_once(opened: OpenedModel, device: str) -> None:
     account = Account(shard, *kind, BF16_CACHE, VOCABULARY, ranks=2)
     head = shard.lone.weight_bytes(*kind)
     weights = own.weight_bytes(*kind) + head
-    assert head > 4096 * 256
+    assert head > SHORT_VOCABULARY * 256
     pages = kv_pages(own.config, 4, BF16_CACHE, "meta").size_bytes
     contexts = SIZE.rows * 128 * 256 * 2
     more = weights + pages + contexts + (account.drafter_bytes() if device == "cuda" else 0)
