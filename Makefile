@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=  # tests start Python many times: it need not 
 # A test that hangs fails after five minutes, with the stacks of its threads: the longest takes one
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 USUAL := not gpu and not kernels and not clients and not scripts and not commands
-marked = $(shell grep -rl --include='test_*.py' 'mark\.$(1)\>' tests)# files with tests of a mark: others need no import
+marked = $(shell grep -rl --include='test_*.py' 'mark\.$(1)\>\|\<in_$(1)\>' tests)# files with tests of a mark: others need no import
 
 .PHONY: demo docs test quick test-nightly test-scripts test-commands test-kernels test-every-kernel test-memory test-clients check install-check install-check-quick fix clean
 

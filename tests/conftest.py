@@ -14,6 +14,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from lowbit.formats.machine.cores import core_count
+from tests.lanes import mark_lanes
 from tests.loggers import Silent
 
 LONGEST = "test_compile.py"
@@ -121,6 +122,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses among them
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    unknown = mark_lanes(items)
+    if unknown and config.option.markexpr and not any("[" in each for each in config.args):
+        raise pytest.UsageError("no test has the id that a lane names: " + ", ".join(unknown))
     # In one order everywhere; the longest first, or one of them runs alone at the end.
     items.sort(key=lambda item: (item.path.name != LONGEST, str(item.path)))

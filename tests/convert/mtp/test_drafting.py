@@ -24,6 +24,7 @@ from lowbit.formats.draft_head import open_draft_head
 from lowbit.formats.layout.packing import dequantize, unpack
 from tests.conversions import convert
 from tests.convert.naive_mtp import naive_head
+from tests.lanes import in_commands
 from tests.oracle import dequantized_weights
 
 T = 14
@@ -70,6 +71,7 @@ def text() -> Tensor:
     return torch.tensor(ids[: 3 * T]).view(3, T)
 
 
+@in_commands("recipe1")
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
 @pytest.mark.parametrize("recipe", [None, Recipe(), Recipe(mtp="bf16", head="bf16")])
 def test_counts_equal_those_of_rounds_by_themselves(

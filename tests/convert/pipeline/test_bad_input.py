@@ -15,6 +15,7 @@ from torch import Tensor
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.convert.edits import set_config
 from tests.convert.fixture_types import Cli, Hashes, MakeModel
+from tests.lanes import in_commands
 
 UP = "model.layers.1.mlp.up_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
@@ -216,6 +217,7 @@ def fails_from(call: Callable[..., int], first: int) -> Callable[..., int]:
     return lambda *arguments: call(*arguments) if next(calls) < first else no_space()
 
 
+@in_commands("fsync-0", "pwrite-0")
 @pytest.mark.parametrize(
     ("function", "first"),
     [("posix_fallocate", 0), ("pwrite", 0), ("pwrite", 9), ("fsync", 0), ("fsync", 5)],

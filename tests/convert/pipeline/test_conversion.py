@@ -26,6 +26,7 @@ from lowbit.formats.machine.memory import resident_bytes
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert
 from tests.convert.fixture_types import Config, Hashes, MakeModel
+from tests.lanes import in_commands
 
 ODD_NAMES = ("weights-b.safetensors", "a.safetensors", "model-00001-of-00002.safetensors")
 
@@ -235,6 +236,7 @@ def with_workers(count: int) -> Callable[[pytest.MonkeyPatch], None]:
     return change
 
 
+@in_commands("one-worker")
 @pytest.mark.usefixtures("scales_anew")
 @pytest.mark.parametrize(
     "change",

@@ -18,6 +18,7 @@ from lowbit.formats.layout.packing import PACKED, SCALE, dequantize, unpack
 from lowbit.formats.packed import open_packed
 from tests.conversions import convert
 from tests.drafters import CONFIG, DFLASH2, DOMINO, DSPARK, LILICORR, XPRESS, write_drafter
+from tests.lanes import in_commands
 
 MODEL = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
 Cli = Callable[..., Result]
@@ -82,6 +83,7 @@ def test_of_a_head_what_is_wide_is_packed(tmp_path: Path, name: str) -> None:
             assert packed.checkpoint.read(spec.name).float().equal(weights[spec.name])
 
 
+@in_commands("xpress", "domino", "dflash2")
 @pytest.mark.parametrize(
     "base",
     [CONFIG, DSPARK, XPRESS, DOMINO, DFLASH2, LILICORR],

@@ -13,6 +13,7 @@ from lowbit.formats.layout.recipes import Base
 from lowbit.formats.layout.scheme import SERVED_BITS
 from lowbit.formats.packed import open_packed
 from tests.conversions import convert
+from tests.lanes import in_commands
 from tests.oracle import dequantized_weights
 
 MakeModel = Callable[..., Path]
@@ -33,6 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel) -> d
     }
 
 
+@in_commands("int4-*-500", "int8-*-96", "int3-*-504", "int3-*-36")
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.base}-{r.group_size}")
 def test_what_converts_is_served(

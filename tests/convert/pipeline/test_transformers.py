@@ -12,6 +12,7 @@ from lowbit.convert import Override, Recipe
 from lowbit.convert.plan.method import ABSMAX
 from tests.conversions import convert
 from tests.convert.fixture_types import MakeModel
+from tests.lanes import in_commands
 from tests.oracle import dequantized_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("foreign_warnings")]
@@ -109,6 +110,7 @@ def test_bundled_model(tmp_path: Path, tiny: Path) -> None:
     assert_loads_exactly(convert(tiny, tmp_path / "out", Recipe()).folder)
 
 
+@in_commands("qwen2.5-mixed", "qwen2.5-rows", "llama3-positive", "llama3-layers-differ")
 @pytest.mark.parametrize(
     ("architecture", "recipe"),
     [
@@ -139,6 +141,7 @@ def own_gaps(short_hybrid: Path) -> set[str]:
     return missing
 
 
+@in_commands("int4", "absmax", "rows", "layers-differ")
 @pytest.mark.parametrize("recipe", QWEN3_5)
 def test_both_classes_of_qwen3_5(
     tmp_path: Path, short_hybrid: Path, own_gaps: set[str], recipe: str

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.hub_server import HubServer
+from tests.lanes import in_commands
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli
@@ -30,6 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@in_commands("False")
 @pytest.mark.parametrize("report", [False, True])
 def test_nothing_of_a_local_source_is_published(
     cli: "Cli", hub: HubServer, tiny: Path, home: Path, report: bool

@@ -23,6 +23,7 @@ from lowbit.formats.architectures import read_config
 from lowbit.formats.errors import CheckpointError, RequestError, ResourceError
 from lowbit.formats.text.template import ChatTemplate, load_chat_template
 from lowbit.formats.text.tokenizer import load_text_tokenizer
+from tests.lanes import in_commands
 
 CPU = torch.device("cpu")
 SAID = ("Once", "Tell me a story about a dog and a cat", "The big red ball", "Why?")
@@ -50,6 +51,7 @@ def texts(folder: Path, model: Any, asked: RenderedPrompts, batch: int, seed: in
     return [one.text for one in found]
 
 
+@in_commands("tiny-qwen3")
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5"])
 def test_answers_are_those_of_transformers_in_any_batch(
     name: str, tiny: Path, monkeypatch: pytest.MonkeyPatch

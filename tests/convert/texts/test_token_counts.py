@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from lowbit.convert.texts.calibration import bundled_texts, with_bundled, without_bundled
 from lowbit.convert.texts.token_counts import BLOCK, choose_vocabulary
 from lowbit.formats.errors import CheckpointError, RequestError
+from tests.lanes import in_commands
 
 HYBRID = Path(__file__).parents[3] / "examples/models/tiny-qwen3.5"
 STORIES = HYBRID.parents[1] / "data" / "stories-eval.txt"
@@ -26,6 +27,7 @@ def always() -> set[int]:
     return {token["id"] for token in content["added_tokens"]}
 
 
+@in_commands("300")
 @pytest.mark.parametrize("count", [300, 1500])
 def test_most_used_tokens_of_a_text(tmp_path: Path, count: int) -> None:
     text = STORIES.read_text(encoding="utf-8")[:30_000]

@@ -9,6 +9,7 @@ import torch
 from lowbit.convert import CutRequest, cut_vocabulary
 from lowbit.convert.texts.evaluation import Text
 from lowbit.convert.vocabulary.bits import text_bits
+from tests.lanes import in_commands
 from tests.short_models import Shorten
 
 STORIES = Path(__file__).parents[3] / "examples" / "data" / "stories-eval.txt"
@@ -37,6 +38,7 @@ def expected(folder: Path, text: Text) -> float:
     return nats / math.log(2) / size
 
 
+@in_commands("tiny-qwen3")
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5"])
 def test_bits_are_those_of_transformers(shorten: Shorten, tmp_path: Path, name: str) -> None:
     source = shorten(name)

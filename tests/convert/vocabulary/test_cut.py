@@ -21,6 +21,7 @@ from lowbit.formats.hub.locate import locate
 from lowbit.formats.kept_vocabulary import read_kept_vocabulary
 from tests.conversions import convert
 from tests.convert.fixture_types import Cli, Hashes, MakeModel
+from tests.lanes import in_commands
 from tests.short_models import Shorten
 
 MODELS = Path(__file__).parents[3] / "examples/models"
@@ -50,6 +51,7 @@ def test_rows_are_those_of_the_kept_tokens(short_hybrid: Path, small_cut: CutMod
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+@in_commands("0.1-languages0")
 @pytest.mark.parametrize(
     ("share", "languages"), [(0.1, ()), (0.1, ("de", "fr")), (0.5, ("de", "fr"))]
 )

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from lowbit.formats.shell.commands import Commands
+from tests.lanes import in_commands
 
 ENTRY = "from lowbit.formats.shell.entry import run; run('stub', 'program')"
 SELF = "import os, signal\nkill = lambda number: os.kill(os.getpid(), number)\n"
@@ -217,6 +218,7 @@ def redirected(
     return done
 
 
+@in_commands("line[024]-*->&-", "line[135]-*nobody")
 @pytest.mark.parametrize("redirections", [">&$nobody", ">&-"])
 @pytest.mark.parametrize(
     ("line", "code", "said"),

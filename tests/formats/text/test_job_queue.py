@@ -28,6 +28,7 @@ from lowbit.formats.text.child_process import (
 )
 from lowbit.formats.text.job_queue import JobQueue
 from lowbit.formats.text.worker import Worker, blocking
+from tests.lanes import in_commands
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -194,6 +195,7 @@ def test_a_job_that_runs_is_begun_again(name: str) -> None:
     run(work)
 
 
+@in_commands("SIGHUP", "SIGQUIT")
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_every_signal_from_outside_is_no_fault_of_the_job(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from lowbit.runtime.conversation.commands import Slash
 from lowbit.runtime.conversation.respond import respond
 from lowbit.runtime.conversation.turns import Conversation
 from lowbit.runtime.engine.image_input import EncodedPrompt
+from tests.lanes import in_commands
 from tests.runtime.conversation.conftest import Shown
 from tests.short_models import Shorten
 
@@ -83,6 +84,7 @@ def test_scoring_between_two_retries_loses_nothing(shorten: Shorten) -> None:
     assert other.token_ids == one.token_ids
 
 
+@in_commands("tiny-qwen3")
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5"])
 def test_turns_after_a_drop_reuse_what_is_left(shorten: Shorten, name: str) -> None:
     chat = new_chat(

@@ -19,6 +19,7 @@ from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.state.step import NO_SLOT, Span, Step
 from lowbit.runtime.thresholds import EXACT_TOKENS, SEQUENCE_TOKENS
+from tests.lanes import in_commands
 from tests.short_models import Shorten
 
 NEW = 4  # tokens until which a sequence is watched
@@ -126,6 +127,12 @@ def left_by(
     return found
 
 
+@in_commands(
+    "tiny-qwen3-torch.bfloat16-int4-int8-0-*",
+    "tiny-qwen3.5-torch.float32-None-bf16-0-*",
+    "tiny-qwen3.5-moe-torch.bfloat16-int4-int8-7-*",
+    "tiny-qwen3-torch.float32-None-bf16-7-*",
+)
 @pytest.mark.parametrize(("watched", "counts"), [(0, (1, 63)), (7, (16, 7))])
 def test_a_sequence_leaves_the_same_bits_in_any_company(
     model: lowbit.Model, logits: Rows, watched: int, counts: tuple[int, ...]

@@ -13,6 +13,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.state.device_state import CacheSize
+from tests.lanes import in_commands
 from tests.runtime.engine.residues import Residues, V, follows, words_of
 from tests.short_models import Shorten
 
@@ -41,6 +42,7 @@ def alone(model: lowbit.Model, request: Request) -> tuple[int, ...]:
     return new_engine(model).submit(request).result()
 
 
+@in_commands("tiny-qwen3-hot", "tiny-qwen3-strict", "tiny-qwen3.5-greedy")
 @pytest.mark.parametrize("params", [GREEDY, HOT, STRICT], ids=["greedy", "hot", "strict"])
 def test_only_allowed_tokens_are_chosen(model: lowbit.Model, params: lowbit.SamplingParams) -> None:
     constraint = Residues()
@@ -56,6 +58,7 @@ def test_only_allowed_tokens_are_chosen(model: lowbit.Model, params: lowbit.Samp
     assert constraint.tokens == list(found[:-1])
 
 
+@in_commands("tiny-qwen3")
 def test_requests_beside_each_other_have_the_tokens_that_they_have_alone(
     model: lowbit.Model,
 ) -> None:
@@ -175,6 +178,14 @@ class Deaf(Residues):
             raise RequestError("not that")
 
 
+@in_commands(
+    "tiny-qwen3-error",
+    "tiny-qwen3.5-crash",
+    "tiny-qwen3-deaf",
+    "tiny-qwen3.5-nothing",
+    "tiny-qwen3-floats",
+    "tiny-qwen3.5-short",
+)
 @pytest.mark.parametrize(
     ("constraint", "message", "count"),
     [

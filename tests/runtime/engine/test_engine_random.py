@@ -20,6 +20,7 @@ from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.thresholds import STEP_TOKENS
+from tests.lanes import in_commands
 from tests.runtime.dense_embedding import dense_embedding
 from tests.runtime.engine.draft.guesses import guessers
 from tests.runtime.engine.graph_stand_in import run_through_graphs
@@ -227,6 +228,7 @@ def engine_for(
     return made
 
 
+@in_commands("hybrid-cpu", "dense-packs")
 def test_answers_are_those_of_requests_alone(
     model: lowbit.Model,
     engine_for: Callable[[NewDrafter], Engine],

@@ -21,6 +21,7 @@ from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.state.step import StepPlan
 from lowbit.runtime.text.constraint import Constraint
+from tests.lanes import in_commands
 from tests.runtime.engine.draft.guesses import Guesser, drafting_by, guessers
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 
@@ -279,6 +280,7 @@ class Odd(Constraint):
         self.tokens.append(token)
 
 
+@in_commands("hybrid-hot")
 @EVERY
 def test_constrained_requests_take_two_graphs_a_step_and_others_go_on_as_they_were(
     graphs: lowbit.Model,
@@ -323,6 +325,7 @@ class Foreseen(Odd):
         return [id + 2 * (n % 4 == 3) for n, id in enumerate(self.truth[at : at + most], start=at)]
 
 
+@in_commands("dense-True")
 @pytest.mark.parametrize(("load", "known"), [("dense", True), ("hybrid", False)], indirect=["load"])
 def test_drafts_of_constrained_requests_take_two_graphs_a_round(
     graphs: lowbit.Model,

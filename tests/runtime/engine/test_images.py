@@ -13,6 +13,7 @@ from lowbit.runtime.engine import engine
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.state.step import StepPlan
+from tests.lanes import in_commands
 from tests.runtime.conftest import PackedModel
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 from tests.runtime.hub_logits import distance, error_ratio, in_bf16
@@ -50,6 +51,7 @@ def said(handle: Handle) -> tuple[object, ...]:
     return handle.output, list(handle.log_probabilities)
 
 
+@in_commands("27B-heads")
 @pytest.mark.parametrize(
     ("name", "prompts", "chunks"),
     [
@@ -111,6 +113,7 @@ def test_greedy_tokens_match_transformers(
         assert list(submitted(model, prompt, 12).output) == expected
 
 
+@in_commands("cpu")
 @pytest.mark.parametrize("graphs", [False, True], ids=["cpu", "graphs"])
 def test_company_changes_no_bit(
     graphs: bool,
@@ -135,6 +138,7 @@ def test_company_changes_no_bit(
             assert said(handle) == alone[n]
 
 
+@in_commands("7")
 @pytest.mark.parametrize("tail", [1, 7, 16])
 def test_the_last_words_behind_a_picture_are_padded(
     tail: int, hub: Hub, fresh: Callable[..., lowbit.Model], monkeypatch: pytest.MonkeyPatch
@@ -148,6 +152,7 @@ def test_the_last_words_behind_a_picture_are_padded(
         assert said(submitted(model, prompt)) == one
 
 
+@in_commands("13")
 @pytest.mark.parametrize("size", [5, 13])
 def test_pictures_in_short_chunks_are_padded(
     size: int,

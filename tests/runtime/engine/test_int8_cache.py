@@ -14,6 +14,7 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.page_counts import PAGE
 from lowbit.runtime.engine.load_options import KVCache, Mode
+from tests.lanes import in_commands
 from tests.runtime.dense_embedding import dense_embedding
 from tests.short_models import Shorten
 
@@ -130,6 +131,7 @@ def test_keys_and_values_take_half_the_bytes(name: str) -> None:
     assert sizes["int8"] / sizes["bf16"] == (64 + 2) / 128
 
 
+@in_commands("tiny-qwen3")
 @pytest.mark.parametrize("name", MODELS)
 def test_company_reuse_and_drafts_change_no_answer(name: str, shorten: Shorten) -> None:
     """Tokens and log-probabilities alone, beside others, after a hit, and with checked drafts."""

@@ -13,6 +13,7 @@ from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.layout.packing import SCALE
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.evaluate.scoring import score
+from tests.lanes import in_commands
 from tests.runtime.conftest import PackedModel
 from tests.runtime.dense_embedding import dense_embedding
 
@@ -96,6 +97,7 @@ def test_one_of_several_fails_and_the_others_do_not(make: Make) -> None:
     assert texts(model, GOOD, PARAMS["greedy"]) == alone[0]
 
 
+@in_commands("hybrid-inf", "hybrid--inf", "dense-nan*")
 @pytest.mark.parametrize("value", ANY_NUMBER)
 def test_weights_that_are_not_numbers_are_refused_by_name(make: Make, value: float) -> None:
     packed = make()

@@ -23,6 +23,7 @@ from lowbit.runtime.thresholds import (
     SEQUENCE_TOKENS,
     STEP_TOKENS,
 )
+from tests.lanes import in_commands
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def alone(model: lowbit.Model, prompts: list[list[int]]) -> list[tuple[Any, ...]
     return found
 
 
+@in_commands("hybrid-False", "dense-True")
 @pytest.mark.parametrize("exact", [False, True])
 def test_prompts_that_pass_together_are_answered_as_if_alone(
     graphs: Callable[..., lowbit.Model],

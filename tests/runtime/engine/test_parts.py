@@ -25,6 +25,7 @@ from lowbit.runtime.models.loader import open_model, with_activations
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.step import Span, StepPlan, parts_of
 from lowbit.runtime.thresholds import EXACT_TOKENS
+from tests.lanes import in_commands
 from tests.runtime.engine.draft.guesses import drafting_by
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 from tests.runtime.engine.residues import Residues, V
@@ -137,6 +138,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
+@in_commands("tiny-qwen3")
 def test_many_together_get_the_tokens_of_few(
     model: lowbit.Model, expected: dict[int, Answer], sizes: list[tuple[int, int]]
 ) -> None:
@@ -212,6 +214,7 @@ def plain(drafting: lowbit.Model) -> dict[int, Answer]:
     return answers(Engine(for_drafts(drafting)), uneven())
 
 
+@in_commands("ngram")
 @pytest.mark.parametrize("by", ["ngram", "mtp"])
 def test_drafts_of_many_change_no_token(
     drafting: lowbit.Model, plain: dict[int, Answer], by: str

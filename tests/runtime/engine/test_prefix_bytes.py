@@ -14,6 +14,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.state.device_state import CacheSize
+from tests.lanes import in_commands
 from tests.short_models import SHORT_VOCABULARY, Shorten
 
 END = 1021  # of a message
@@ -144,6 +145,7 @@ def test_chunks_longer_than_a_message_allows(
         assert_same(found, watch.run(new_engine(model), prompt, 2)[1])
 
 
+@in_commands("tiny-qwen3-*")
 def test_after_eviction(model: lowbit.Model, watch: Watch) -> None:
     engine = new_engine(model, TIGHT)
     prompts = [[*SYSTEM, *message(600), n] for n in range(3)]
@@ -165,6 +167,7 @@ def test_a_prompt_that_has_all_snapshots_gives_up_its_first(
         assert_same(found, watch.run(new_engine(model), prompt)[1])
 
 
+@in_commands("tiny-qwen3-*")
 def test_conversations_in_turn_are_as_if_each_were_alone(model: lowbit.Model, watch: Watch) -> None:
     openings = ([*SYSTEM, *FIRST], FIRST, [*SYSTEM, *SECOND])
     questions = [message(20), message(80), message(5)]

@@ -17,6 +17,7 @@ import pytest
 import lowbit.runtime as lowbit
 from lowbit.formats.layout.recipes import Base
 from lowbit.runtime.engine.stats import Tally
+from tests.lanes import in_commands
 from tests.reading import (
     FOLDER,
     GREEDY,
@@ -62,6 +63,7 @@ def together(load: Load) -> Together:
     return found
 
 
+@in_commands("int8")
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [None, "int8", "int4"])
 def test_unseen_words_and_numbers_are_read(recipe: Base | None, together: Together) -> None:
@@ -120,6 +122,7 @@ def test_kept_pictures_are_read_again_and_never_taken_for_others(load: Load) -> 
     assert answers(3, 0) == [(read_first[3], False), (read_first[0], False)]
 
 
+@in_commands("133-67")
 @pytest.mark.parametrize(("width", "height"), [(133, 67), (140, 73)])
 def test_pictures_that_must_be_resized_are_read(width: int, height: int, load: Load) -> None:
     shown = [framed(each, width, height) for each in pictures()[:12]]

@@ -16,6 +16,7 @@ from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.evaluate.scoring import score as evaluated
 from lowbit.runtime.state.device_state import CacheSize
+from tests.lanes import in_commands
 from tests.short_models import SHORT_VOCABULARY, Shorten
 
 HOT = lowbit.SamplingParams(1.0, seed=3)
@@ -117,6 +118,7 @@ def test_memory_for_logits_is_bounded(model: lowbit.Model, monkeypatch: pytest.M
     assert seen == [128, 128, 128, 15, 1]
 
 
+@in_commands("tiny-qwen3.5-bf16")
 def test_scores_beside_requests_change_neither(
     model: lowbit.Model, small: Engine, set_chunk: Callable[[int], None]
 ) -> None:

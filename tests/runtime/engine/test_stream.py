@@ -17,6 +17,7 @@ from lowbit.runtime.engine.prefix_cache import PrefixCache
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import answer_all
 from lowbit.runtime.state.device_state import CacheSize
+from tests.lanes import in_commands
 from tests.runtime.dense_embedding import dense_embedding
 from tests.short_models import SHORT_VOCABULARY, Shorten
 
@@ -60,6 +61,7 @@ def alone(model: lowbit.Model, request: Request) -> Ids:
     return engine.submit(request).result()
 
 
+@in_commands("greedy")
 @pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "sampled"])
 def test_a_list_is_answered_as_one_by_one(
     model: lowbit.Model, params: lowbit.SamplingParams

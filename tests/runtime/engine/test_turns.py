@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lowbit.runtime as lowbit
+from tests.lanes import in_commands
 from tests.short_models import Shorten
 
 GREEDY = lowbit.SamplingParams()
@@ -39,6 +40,7 @@ def load(request: pytest.FixtureRequest, tmp_path: Path, shorten: Shorten) -> Lo
     return lambda: lowbit.load(folder, device="cpu", dtype=torch.float32, context=1024)
 
 
+@in_commands("tiny-qwen3-False-8")
 @pytest.mark.parametrize(
     ("load", "thinking", "tokens"),
     [("tiny-qwen3", False, 8), ("tiny-qwen3.5", True, 6)],
@@ -64,6 +66,7 @@ def test_every_turn_is_what_a_fresh_model_answers(load: Load, thinking: bool, to
     assert reused == sorted(set(reused))
 
 
+@in_commands("tiny-qwen3-True")
 @pytest.mark.parametrize(
     ("load", "thinking"), [("tiny-qwen3", True), ("tiny-qwen3.5", False)], indirect=["load"]
 )

@@ -11,6 +11,7 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.evaluate import scoring
 from lowbit.runtime.evaluate.scoring import Continuation, carry_on, read_continuation, score
+from tests.lanes import in_commands
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -45,6 +46,7 @@ def packed(request: pytest.FixtureRequest) -> "PackedModel":
     return made
 
 
+@in_commands("dense")
 def test_choices_score_as_in_transformers(
     packed: "PackedModel", reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from lowbit.runtime.kernels.attention.reference import attention_ref
 from lowbit.runtime.kernels.launch.attention import attention_launch
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span
+from tests.lanes import in_kernels
 from tests.runtime.kernels.attention_layers import BF16, FP32, LAYER, REAL, Heads, Model, layer_of
 from tests.runtime.kernels.coded_pages import bits, in_codes, same
 from tests.runtime.kernels.emulated_join import join_splits
@@ -125,6 +126,7 @@ def make_model(make_rope: Callable[[int, int], Rope], device: str) -> MakeModel:
     return make
 
 
+@in_kernels("gated-256", "ten-shared")
 @pytest.mark.parametrize("heads", HEADS)
 def test_one_token(make_model: MakeModel, heads: Heads) -> None:
     for position, reach in ((0, 1), (63, 64), (255, 256), (256, 512)):

@@ -21,6 +21,7 @@ from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
 from lowbit.runtime.thresholds import PROMPT_TOKENS
+from tests.lanes import in_kernels
 from tests.runtime.kernels.attention_layers import BF16, FP32, REAL, Heads, hopper, layer_of
 from tests.runtime.kernels.coded_pages import in_codes
 from tests.runtime.kernels.paged import clone, random_pages, step_of
@@ -67,6 +68,7 @@ ON_GPU = [
 ]
 
 
+@in_kernels("3x3x32-*-False")
 @pytest.mark.parametrize(
     ("heads", "each", "tokens", "sequences", "quantized"),
     [

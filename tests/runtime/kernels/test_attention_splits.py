@@ -19,6 +19,7 @@ from lowbit.runtime.kernels.launch.attention import NARROW, attention_launch
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span
 from lowbit.runtime.weights.layers import AttentionLayer
+from tests.lanes import in_kernels
 from tests.runtime.kernels.coded_pages import in_codes
 from tests.runtime.kernels.emulated_join import join_splits
 from tests.runtime.kernels.emulator import run_kernel
@@ -56,6 +57,7 @@ SIZES = [
 ]
 
 
+@in_kernels("4-2-64-*")
 @pytest.mark.parametrize(("Hq", "Hkv", "D", "gated", "gain", "coded"), SIZES, ids=str)
 def test_one_program_joins_all_splits(
     make_rope: Callable[[int, int], Rope],

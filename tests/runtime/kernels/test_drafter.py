@@ -35,6 +35,7 @@ from tests.drafters import (
     write_drafter,
 )
 from tests.heads import DRAFTS, Block
+from tests.lanes import in_kernels
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -99,6 +100,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
+@in_kernels("domino", "dflash2")
 @pytest.mark.usefixtures("emulated_experts")
 @pytest.mark.parametrize("kind", HEADS)
 def test_drafts_of_a_head_are_those_of_plain_torch(tmp_path: Path, device: str, kind: str) -> None:

@@ -21,6 +21,7 @@ from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.linear.widen import widen, widen_ref
 from lowbit.runtime.thresholds import DENSE_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear
+from tests.lanes import in_kernels
 from tests.runtime.kernels.emulated_lanes import INT, BranchApartError, lanes
 from tests.runtime.kernels.emulator import Copies, Memory, even_range, run_kernel
 
@@ -55,6 +56,7 @@ def test_gemv(make_tiled: MakeTiled, randn: Randn, bits: int, B: int) -> None:
     assert relative_error(y, gemv_ref(x, w, norm=norm, eps=EPS)) < FP32_ERROR
 
 
+@in_kernels("8-300-1056-32-*")
 @pytest.mark.parametrize(
     ("bits", "N", "K", "G", "scales"),
     [

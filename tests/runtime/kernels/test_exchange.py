@@ -30,6 +30,7 @@ from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.ptx.peers import MOST_PUSHED, Peers
 from lowbit.runtime.weights.linear import PackedLinear
 from lowbit.runtime.weights.share import PartialLinear, Share
+from tests.lanes import in_kernels
 from tests.runtime.engine.parallel import exchange_rank
 from tests.runtime.kernels import emulator
 from tests.runtime.kernels.emulated_peers import PeerMemory
@@ -164,6 +165,7 @@ def test_nobody_waits_once_it_is_aborted() -> None:
     assert on_ranks(2, work)[0] is not None
 
 
+@in_kernels("launch0-3", "launch1-2")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run there")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("launch", [GemvLaunch(1, 2, 4, early=True), GemvLaunch(1, 2, 4, split=2)])

@@ -18,6 +18,7 @@ from lowbit.runtime.kernels.experts.gemm import experts_gemm
 from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.launch.experts import EXPERTS_GEMM, GemmLaunch, GemmTiles
 from lowbit.runtime.thresholds import EXPERTS_TOKENS
+from tests.lanes import in_kernels
 from tests.runtime.kernels.expert_layers import (
     EPS,
     FP32_ERROR,
@@ -72,6 +73,7 @@ LAUNCHES = [  # without a GPU, each width takes two of them
 ]
 
 
+@in_kernels("torch.float16-8")
 @pytest.mark.parametrize(  # both widths read scales by the same function
     ("dtype", "bits"),
     [

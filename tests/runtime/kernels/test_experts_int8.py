@@ -26,6 +26,7 @@ from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, dequantized, tiled
 from lowbit.runtime.thresholds import EXPERTS_APART, EXPERTS_CHUNK
 from lowbit.runtime.weights.linear import ExpertWeights, PackedLinear
+from tests.lanes import in_kernels
 from tests.runtime.kernels.expert_layers import (
     EPS,
     REAL,
@@ -140,6 +141,7 @@ BLOCKS = [
 ]
 
 
+@in_kernels("INT4-h160-I64-*", "INT8-h192-I192-*", "INT8-h96-I96-*-32", "INT4-h256-I128-*-8")
 @pytest.mark.parametrize(("size", "rows"), BLOCKS, ids=str)
 def test_blocks_give_a_token_the_bits_that_it_has_alone(
     size: Size, rows: int, device: str, randn: Randn

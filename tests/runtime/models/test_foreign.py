@@ -18,6 +18,7 @@ from lowbit.runtime.models.loader import open_model
 from lowbit.runtime.weights.linear import Linear, PackedLinear
 from lowbit.runtime.weights.weights import Weights
 from tests.foreign_layouts import awq, draw, gptq
+from tests.lanes import in_commands
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -126,6 +127,7 @@ COMPRESSED: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 }
 
 
+@in_commands("int4-g32", "int3-g32", "int8-channel")
 @pytest.mark.slow
 @pytest.mark.parametrize(("weights", "dtype"), COMPRESSED.values(), ids=COMPRESSED)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

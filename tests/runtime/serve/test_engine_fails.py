@@ -32,6 +32,7 @@ from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.serve.server import Server
 from lowbit.runtime.text.answer import AnswerSplitter
 from lowbit.runtime.text.tokenizer import Tokenizer
+from tests.lanes import in_commands
 from tests.runtime.serve.conftest import BUNDLED, LONG, NAME, Running, raw_request, running, until
 
 ASK = {
@@ -84,6 +85,17 @@ def healthy(server: Running) -> bool:
     return bool(httpx2.get(f"{server.url}/health").json()["status"] == "ok")
 
 
+@in_commands(
+    "Engine-*-panic",
+    "BlockManager-*-exception",
+    "Runner-*-panic",
+    "PlainStep-*-exception",
+    "Answer-push-exception",
+    "AnswerSplitter-*-panic",
+    "Metrics-*-exception",
+    "Begin-*-panic",
+    "Tokenizer-*-exception",
+)
 @pytest.mark.parametrize("fails", [bug, panic], ids=["exception", "panic"])
 @pytest.mark.parametrize(
     ("owner", "method"),

@@ -10,6 +10,7 @@ import httpx2
 import pytest
 
 from lowbit.formats.text import child_process
+from tests.lanes import in_commands
 from tests.runtime.serve.conftest import PATHS, Running, post, turns, until
 
 
@@ -25,6 +26,7 @@ def ask(server: Running, path: str) -> httpx2.Response:
     return post(server, path, **{field: turns(("user", "Hi"))})
 
 
+@in_commands("/v1/messages-2", "/v1/responses-2", "/v1/chat/completions-1")
 @pytest.mark.parametrize("kills", [1, 2])
 @pytest.mark.parametrize("path", PATHS)
 def test_the_client_of_a_killed_process_is_answered(

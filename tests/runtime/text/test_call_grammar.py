@@ -15,6 +15,7 @@ from lowbit.runtime.text.answer import AnswerSplitter
 from lowbit.runtime.text.call_grammar import grammar_of, referenced
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
 from lowbit.runtime.text.tools import CallForm, Tool, read_tools
+from tests.lanes import in_commands
 from tests.runtime.text.answers import joined
 from tests.runtime.text.templates import (
     BUNDLED,
@@ -244,6 +245,7 @@ def test_what_templates_write_is_accepted(
     assert by_form[form].accepts(written(form, *calls))
 
 
+@in_commands("tokens-[135]-xml", "tokens-[024]-json", "spelled-[024]-xml", "spelled-[135]-json")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seed", range(6))
 def test_what_the_grammar_allows_is_a_call(folder: Path, form: CallForm, seed: int) -> None:

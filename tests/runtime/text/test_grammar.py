@@ -25,6 +25,7 @@ from lowbit.runtime.text.grammar_source import (
     MOST_WORD,
     SCHEMA_LIMITS,
 )
+from tests.lanes import in_commands
 from tests.runtime.serve.conftest import until
 from tests.short_models import Shorten
 
@@ -111,6 +112,7 @@ def answer(model: lowbit.Model, grammar: Grammar | None, seed: int, **more: Any)
     return str(made.text)
 
 
+@in_commands("tiny-qwen3.5-schema1")
 @pytest.mark.parametrize(
     ("model", "schema"),
     list(zip(["tiny-qwen3", "tiny-qwen3.5"] * 2, SCHEMAS, strict=True)),

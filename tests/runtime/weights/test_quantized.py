@@ -24,6 +24,7 @@ from lowbit.runtime.models.loader import load_decoder, open_model
 from lowbit.runtime.weights import weights
 from lowbit.runtime.weights.quantized import quantized
 from tests.conversions import convert
+from tests.lanes import in_commands
 from tests.short_models import Shorten
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def assert_like_the_folder(source: Path, folder: Path, base: Base) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*loaded, strict=True))
 
 
+@in_commands("tiny-qwen3-moe-int2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "base"),
@@ -94,6 +96,7 @@ def test_same_tensors_and_tokens(tmp_path: Path, name: str, base: Base, shorten:
     assert answers[0] == answers[1]
 
 
+@in_commands("torch.float16")
 @pytest.mark.usefixtures("scales_anew")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

@@ -20,6 +20,7 @@ from lowbit.runtime.engine.results import PlainStep
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
 from tests.drafters import write_drafter
+from tests.lanes import in_commands
 from tests.runtime.engine.draft.guesses import Guesser, KnownRounds
 from tests.short_models import SHORT_VOCABULARY, Shorten
 
@@ -182,6 +183,7 @@ def test_drafts_of_a_drafter_cost_little_or_pay(
         assert 0.98 <= min(speeds) < 1.0  # drafts were tried
 
 
+@in_commands("False")
 @pytest.mark.parametrize("right", [False, True])
 def test_a_head_reads_whole_prompts_once_its_drafts_pay(
     model: lowbit.Model,

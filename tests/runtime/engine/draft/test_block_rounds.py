@@ -18,6 +18,7 @@ from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
 from tests.drafters import DSPARK, LILICORR, XPRESS, write_drafter
+from tests.lanes import in_commands
 from tests.runtime.engine.draft.guesses import Guesser, costs_by_tokens, join_copies
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 from tests.runtime.engine.residues import Later, Residues, follows
@@ -139,6 +140,7 @@ def keys_of(model: lowbit.Model) -> list[Any]:
     return list(drafting.verifier.graphs._graphs)
 
 
+@in_commands("xpress-7-*", "lilicorr-7-*")
 @pytest.mark.parametrize(
     ("models", "chosen"),
     [
@@ -178,6 +180,7 @@ def test_a_round_is_one_graph(models: tuple[lowbit.Model, lowbit.Model]) -> None
     assert handle.tally.rounds > 5
 
 
+@in_commands("lilicorr-7")
 @by("trained-7", "lilicorr-7")
 def test_drafts_behind_rounds_are_those_behind_plain_steps(
     models: tuple[lowbit.Model, lowbit.Model], monkeypatch: pytest.MonkeyPatch
@@ -214,6 +217,7 @@ def test_drafts_behind_rounds_are_those_behind_plain_steps(
     assert all(of_pauses[0][at] == of_pauses[1][at] for at in both)
 
 
+@in_commands("random-7")
 @by("random-7", "dspark-15-joined")
 def test_sequences_that_come_and_go_change_nothing(
     models: tuple[lowbit.Model, lowbit.Model], answer: Answer
@@ -251,6 +255,7 @@ def plainly_masked(folders: Pairs, plains: dict[Path, lowbit.Model]) -> list[Han
     return masked(plains[folders["random"][0]])
 
 
+@in_commands("random-2-joined")
 @by("dspark-2", "random-2-joined")
 def test_drafts_end_before_the_first_mask(
     models: tuple[lowbit.Model, lowbit.Model], plainly_masked: list[Handle]
@@ -294,6 +299,7 @@ def test_copies_join_drafts(models: tuple[lowbit.Model, lowbit.Model]) -> None:
     assert {key[-1] for key in keys_of(drafting) if key[0] == "made"} == {False, True}
 
 
+@in_commands("xpress-15-joined")
 @by("random-15-joined", "xpress-15-joined")
 def test_right_copies_come_in_long_blocks_though_the_host_is_a_round_behind(
     models: tuple[lowbit.Model, lowbit.Model], answer: Answer

@@ -22,6 +22,7 @@ from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar
+from tests.lanes import in_commands
 from tests.runtime.engine.draft.guesses import drafting_by, guessers
 from tests.runtime.engine.residues import Foreseen, Residues, V, guessing
 from tests.short_models import Shorten
@@ -124,6 +125,7 @@ def results(handles: Sequence[lowbit.Handle]) -> list[object]:
     return [(each.result(), each.finish_reason, each.log_probabilities) for each in handles]
 
 
+@in_commands("schema-strict")
 @pytest.mark.parametrize(
     ("model", "name", "params"),
     [
@@ -192,6 +194,7 @@ def test_answers_are_the_same_together_and_beside_free_ones(
     assert all(handle.tally.rounds > 0 for handle, name in zip(found, names, strict=True) if name)
 
 
+@in_commands("tiny-qwen3")
 def test_reasoning_with_a_limit_and_a_grammar_is_drafted_too(
     model: lowbit.Model, grammars: dict[str, Grammar]
 ) -> None:
@@ -321,6 +324,7 @@ def test_a_copy_that_fails_drafts_nothing_and_one_that_is_none_ends_the_request(
     assert engine.submit(request_of(1, Residues())).result() == truth
 
 
+@in_commands("tiny-qwen3")
 def test_a_constraint_that_ends_among_drafts_is_told_nothing_behind(model: lowbit.Model) -> None:
     """Free tokens follow it, and some come in the middle of it, unbound."""
 

@@ -26,6 +26,7 @@ from lowbit.runtime.state.device_state import CacheSize, kv_pages
 from lowbit.runtime.state.step_buffers import lone_step
 from tests.conversions import convert
 from tests.drafters import CONFIG, hidden_by_torch, text_model_of, write_drafter
+from tests.lanes import in_commands
 from tests.oracle import dequantized_weights
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -148,6 +149,7 @@ def requests(model: lowbit.Model, count: int = 9) -> list[Request]:
     return [Request(tuple(some), each, count) for some, each in zip(ids, params, strict=True)]
 
 
+@in_commands("bfloat16-int8")
 def test_drafts_change_nothing(models: dict[str, lowbit.Model]) -> None:
     """Greedy, sampled and penalized, alone, in the next turn, and all together."""
     plain = models["off"].engine

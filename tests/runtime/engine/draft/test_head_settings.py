@@ -12,6 +12,7 @@ import lowbit.runtime as lowbit
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
 from tests.drafters import CONFIG, KINDS, shapes
+from tests.lanes import in_commands
 from tests.runtime.engine.draft.test_dspark import TARGET, TEXT, always_drafting, load
 from tests.runtime.engine.residues import Residues, follows
 
@@ -80,6 +81,7 @@ def plain() -> tuple[list[Handle], int]:
     return handles, stop
 
 
+@in_commands("xpress", "domino", "dflash2")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_changes_nothing(tmp_path: Path, kind: str, plain: tuple[list[Handle], int]) -> None:
     """Alone, and in company with a constrained sequence among them."""

@@ -40,6 +40,7 @@ from tests.drafters import (
     write_drafter,
 )
 from tests.heads import DRAFTS, Block
+from tests.lanes import in_commands
 from tests.oracle import dequantized_weights
 from tests.runtime.engine.draft.test_dspark import (
     FOR_TWO_LAYERS,
@@ -194,6 +195,7 @@ def drafts_by_torch(
     return list(tokens)
 
 
+@in_commands("lilicorr", "dflash2", "domino")
 @ALL
 def test_drafts_are_those_of_plain_torch(
     tmp_path: Path, short_hybrid: Path, target: Any, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -230,6 +232,7 @@ def plain(request: pytest.FixtureRequest, short_hybrid: Path) -> lowbit.Model:
     return load(None, short_hybrid, **(INT4 if request.param == "int4" else {}))
 
 
+@in_commands("int4-domino", "float32-dflash2")
 @pytest.mark.parametrize(("plain", "kind"), KINDS_BY_DTYPE, indirect=["plain"])
 def test_drafts_change_nothing(
     tmp_path: Path, short_hybrid: Path, kind: str, plain: lowbit.Model
@@ -261,6 +264,7 @@ def with_rows(tmp_path_factory: pytest.TempPathFactory, short_hybrid: Path) -> P
     return folder
 
 
+@in_commands("dflash2", "domino")
 @KINDS
 def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, with_rows: Path
@@ -299,6 +303,15 @@ def choice_of(output: Any, drafter: Any, params: lowbit.SamplingParams) -> Any:
     return Choice(cpu, output, embedding, sampler, *on, new_ring(3, False), context)
 
 
+@in_commands(
+    "penalized-lilicorr",
+    "drawn-xpress",
+    "drawn-dspark",
+    "greedy-dflash2",
+    "penalized-domino",
+    "greedy-lilicorr",
+    "penalized-dspark",
+)
 @pytest.mark.parametrize("kind", [*BASES, "dspark"])
 @pytest.mark.parametrize("params", [GREEDY, HOT, STRICT], ids=["greedy", "drawn", "penalized"])
 def test_a_head_that_keeps_rows_drafts_as_a_whole_one(

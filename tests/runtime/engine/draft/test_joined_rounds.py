@@ -110,6 +110,7 @@ def test_company_changes_nothing(models: tuple[lowbit.Model, lowbit.Model]) -> N
     assert copied(handles)
 
 
+@pytest.mark.commands  # shorter ones are in test_block_rounds
 @by("float32")
 def test_a_long_context_changes_nothing(models: tuple[lowbit.Model, lowbit.Model]) -> None:
     """Beyond two chunks of a prompt, and in the turn after, whose prompt the cache holds."""

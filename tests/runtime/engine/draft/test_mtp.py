@@ -25,6 +25,7 @@ from lowbit.runtime.state.host_rings import new_ring
 from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.step_buffers import lone_step
 from tests.conversions import convert
+from tests.lanes import in_commands
 from tests.runtime.dense_embedding import dense_embedding
 from tests.short_models import Shorten
 
@@ -151,12 +152,14 @@ def requests(model: lowbit.Model, count: int = 9) -> list[Request]:
     ]
 
 
+@in_commands("float32")
 def test_drafts_of_a_trained_head_change_nothing(trained: dict[str, lowbit.Model]) -> None:
     for mode, model in trained.items():
         if mode != "off":
             assert_same_answers(trained["off"], model)
 
 
+@in_commands("tiny-qwen3-moe-ngram")
 @pytest.mark.parametrize(
     ("name", "mode"),
     [("tiny-qwen3.5-moe", "mtp"), ("tiny-qwen3-moe", "ngram")],
@@ -256,6 +259,7 @@ def test_drafts_are_chosen_from_the_rows_of_the_draft_head(small_draft: Path) ->
         assert positions.tolist() == [[1, 2, 3]] * 2
 
 
+@in_commands("exact-22-0.5")
 @pytest.mark.parametrize(
     ("activations", "count", "accepted"), [("exact", 22, 0.5), ("int8", 12, 0.4)]
 )

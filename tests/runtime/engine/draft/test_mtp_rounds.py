@@ -16,6 +16,7 @@ from lowbit.runtime.engine.draft.mtp import MOST_BEHIND, behind
 from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
+from tests.lanes import in_commands
 from tests.runtime.engine.draft.guesses import costs_by_tokens
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 from tests.runtime.engine.residues import Later, Residues, follows
@@ -77,6 +78,7 @@ def assert_same(found: Handle, expected: Handle) -> None:
     assert found.finish_reason == expected.finish_reason
 
 
+@in_commands("k1")
 def test_rounds_that_follow_each_other_change_nothing(
     plain: lowbit.Model, flying: lowbit.Model
 ) -> None:

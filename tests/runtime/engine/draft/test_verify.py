@@ -12,6 +12,7 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
+from tests.lanes import in_commands
 from tests.runtime.engine.draft.guesses import Guesser, drafting_by, guessers
 from tests.runtime.engine.residues import Foreseen, follows, guessing
 from tests.short_models import Shorten
@@ -160,6 +161,7 @@ PATTERNS: tuple[Callable[[int], int], ...] = (
 )
 
 
+@in_commands("model1-2-8", "model2-0-1", "model6-2-1")
 @pytest.mark.parametrize(
     ("model", "number", "drafts"),
     [
@@ -180,6 +182,7 @@ def test_drafts_change_no_bit(
         left_by(model, request).assert_equals(expected)
 
 
+@in_commands("tiny-qwen3-bfloat16-bf16")
 def test_drafts_of_others_change_no_bit(
     model: lowbit.Model, without_drafts: Callable[[int], Left]
 ) -> None:
@@ -320,6 +323,9 @@ def test_a_step_takes_no_more_tokens_than_keep_their_bits(model: lowbit.Model) -
         assert max(len(handle.tally.drafted) for handle in together) == 16 // count - 1
 
 
+@in_commands(
+    "tiny-qwen3.5-float32-bf16-20", "tiny-qwen3.5-bfloat16-int8-9", "tiny-qwen3-bfloat16-bf16-20"
+)
 @pytest.mark.parametrize("count", [9, 20])
 def test_sequences_that_leave_no_room_for_drafts_take_plain_steps(
     model: lowbit.Model, count: int

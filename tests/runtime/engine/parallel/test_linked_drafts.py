@@ -94,5 +94,6 @@ def test_drafts_of_the_head_change_no_bit(with_head: lowbit.Model) -> None:
     assert_no_bit_changes(with_head, ("mtp", "auto"), "head")
 
 
+@pytest.mark.commands  # a drafter on ranks, linked in one process, is in test_lone_drafter
 def test_drafts_of_a_drafter_change_no_bit(with_drafter: lowbit.Model) -> None:
     assert_no_bit_changes(with_drafter, ("dflash", "auto"), "drafter")

@@ -37,6 +37,7 @@ from lowbit.runtime.weights.linear import DenseLinear
 from lowbit.runtime.weights.share import Share
 from tests.conversions import convert
 from tests.drafters import DSPARK, KINDS, write_drafter
+from tests.lanes import in_commands
 from tests.runtime.engine.draft.guesses import costs_by_tokens
 from tests.runtime.engine.small_engine import assert_all_free
 from tests.runtime.ranks_in_threads import add_drafter, linked_runner, shared_runner
@@ -124,6 +125,7 @@ def opened(request: pytest.FixtureRequest, shorten: Shorten, tmp_path: Path) -> 
     return with_drafter(open_model(shorten("tiny-qwen3.5"), "int8", 64), tmp_path)
 
 
+@in_commands("xpress", "domino", "dflash2")
 @pytest.mark.parametrize("opened", KINDS, indirect=True)
 def test_drafts_are_those_of_one_process(opened: OpenedModel, drafts: list[list[int]]) -> None:
     """And so are the answers; of drafts that are nearly all wrong, so that none is the token's."""
@@ -135,6 +137,7 @@ def test_drafts_are_those_of_one_process(opened: OpenedModel, drafts: list[list[
         assert drafts == of_one[1], ranks.__doc__
 
 
+@in_commands("gpus")
 @pytest.mark.parametrize("ranks", [processes, gpus])
 def test_right_drafts(ranks: Ranks) -> None:
     """A trained drafter is right as often as in one process."""

@@ -27,6 +27,7 @@ from lowbit.runtime.models.lone_head import lone_head
 from lowbit.runtime.models.shards import check_ranks, shard_of
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.weights.share import Share
+from tests.lanes import in_commands
 from tests.runtime.engine.small_engine import assert_all_free
 from tests.runtime.ranks_in_threads import linked_runner, shared_runner
 
@@ -81,6 +82,7 @@ def answers(engine: Engine, prompts: list[list[int]], params: SamplingParams) ->
     return found
 
 
+@in_commands("auto")
 @pytest.mark.parametrize("speculate", ["mtp", "auto"])
 def test_drafts_of_the_first_rank_change_no_token(
     opened: OpenedModel, plain: Plain, prompts: list[list[int]], speculate: str
@@ -216,6 +218,7 @@ def test_heads_that_are_tied_or_have_rows_of_their_own(opened: OpenedModel) -> N
     assert ("lm_head" in names) is not tied
 
 
+@in_commands("True")
 @pytest.mark.parametrize("tied", [False, True])
 def test_heads_of_experts(make_experts: Any, tied: bool) -> None:
     """The first rank has its experts whole, beside a part of each of the model's."""

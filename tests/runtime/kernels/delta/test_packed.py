@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowbit.runtime.kernels.delta.prefill import delta_prefill
 from lowbit.runtime.state.step import NO_SLOT, Step
+from tests.lanes import in_kernels
 from tests.runtime.kernels.delta.layers import REAL, SMALL, Layer, Sizes, Tokens, step_of
 
 MakeLayer = Callable[..., Layer]
@@ -59,6 +60,7 @@ def run(layer: Layer, qkvz: Tensor, ba: Tensor, step: Step) -> Tensor:
     return out
 
 
+@in_kernels("2x16-4x32-(2, 1, 4, 1)-3-2")
 @pytest.mark.parametrize(
     ("sizes", "lengths", "empty", "padding"),
     [*PACKED, *(pytest.param(*case, marks=GPU) for case in PACKED_REAL)],

@@ -11,6 +11,7 @@ from torch import Tensor
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, Tuned, gemv_launch
 from lowbit.runtime.kernels.linear import digits, gemv
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
+from tests.lanes import in_kernels
 from tests.runtime.kernels.emulator import run_kernel
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run there")
@@ -80,6 +81,7 @@ SHARED = [
 ]
 
 
+@in_kernels("8-*-2208", "3-*")
 @pytest.mark.parametrize(("bits", "launch", "K"), SHARED, ids=str)
 def test_programs_that_share_a_tile(
     make_tiled: MakeTiled, bits: int, launch: GemvLaunch, K: int

@@ -19,6 +19,7 @@ from lowbit.runtime.kernels.linear.gemv import gemv
 from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.weights.linear import PackedLinear
+from tests.lanes import in_kernels
 from tests.runtime.kernels.emulator import run_kernel
 
 MakePacked = Callable[[int, int, int, int], PackedLinear]
@@ -217,6 +218,7 @@ LARGER += [
 ]
 
 
+@in_kernels("INT3-*-chosen", "INT4-N144-*-mma", "INT4-N64-*-chosen")
 @pytest.mark.parametrize(
     ("promise", "kernel"),
     [
@@ -270,6 +272,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
+@in_kernels("INT4-N144-*", "INT3-*")
 @pytest.mark.parametrize("promise", PROMISES, ids=str)
 def test_partial_sums_of_many_tokens_have_the_bits_of_lone_ones(
     make_packed: MakePacked, randn: Randn, promise: Promise

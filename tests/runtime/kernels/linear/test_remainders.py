@@ -19,6 +19,7 @@ from lowbit.runtime.kernels.linear import remainders as module
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized
 from lowbit.runtime.kernels.rows import rms_norm_ref
 from lowbit.runtime.weights.linear import PackedLinear
+from tests.lanes import in_kernels
 from tests.runtime.kernels.emulator import run_kernel
 from tests.runtime.kernels.linear.test_gemv_int8 import product
 
@@ -86,6 +87,7 @@ def test_what_is_no_number_gives_no_logits(make_packed: MakePacked, randn: Randn
 ON_GPU: list[Any] = [(8, 20_000, 4096, 128), (4, 4096, 2560, 32), (3, 640, 1152, 128)]
 
 
+@in_kernels("8-48-1024-128")
 @pytest.mark.parametrize(
     ("bits", "N", "K", "G"),
     [(8, 48, 1024, 128), (4, 40, 1120, 32)]

@@ -15,6 +15,7 @@ from lowbit.runtime.kernels.linear import gemv as gemv_module
 from lowbit.runtime.kernels.linear import wgmma as wgmma_module
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
+from tests.lanes import in_kernels
 from tests.runtime.kernels.emulator import run_kernel
 
 MakeTiled = Callable[..., TiledLinear]
@@ -43,6 +44,7 @@ def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@in_kernels("4-200-1120-32-*", "8-72-1280-640-*")
 @pytest.mark.parametrize(
     ("bits", "N", "K", "G", "scales"),
     [

@@ -1,0 +1,37 @@
+"""Combinations of parameters that `make test` leaves to a slower lane.
+
+    @in_commands("hybrid-cpu", "dense-*")
+
+The ids are those between the brackets of a test's name. `make test` keeps each value of each
+parameter, and the pairs that matter; `.ci/run` runs all of them.
+"""
+
+from collections import defaultdict
+from fnmatch import fnmatchcase
+
+import pytest
+
+
+def in_commands(*ids: str) -> pytest.MarkDecorator:
+    """Leave these ids to `make test-commands`."""
+    return pytest.mark.later(pytest.mark.commands, *ids)
+
+
+def in_kernels(*ids: str) -> pytest.MarkDecorator:
+    """Leave these ids to `make test-kernels`."""
+    return pytest.mark.later(pytest.mark.kernels, *ids)
+
+
+def mark_lanes(items: list[pytest.Item]) -> list[str]:
+    """Mark the combinations that run elsewhere; the ids that no test has."""
+    found: dict[tuple[str, str], bool] = defaultdict(bool)
+    for item in items:
+        for mark in item.iter_markers("later"):
+            lane, *ids = mark.args
+            function, _, own = item.nodeid.partition("[")
+            for id in ids:
+                fits = fnmatchcase(own.removesuffix("]"), id)
+                found[function, id] |= fits
+                if fits:
+                    item.add_marker(lane)
+    return [f"{function}[{id}]" for (function, id), fits in found.items() if not fits]

@@ -1,0 +1,33 @@
+"""Combinations that run in a slower lane: the others stay, and an id that no test has is found."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.lanes import in_commands, in_kernels, mark_lanes
+
+
+@dataclass
+class Item:
+    """What is asked of a collected test."""
+
+    nodeid: str
+    marks: list[pytest.Mark]
+    lanes: list[str] = field(default_factory=list)
+
+    def iter_markers(self, name: str) -> Iterator[pytest.Mark]:
+        return (mark for mark in self.marks if mark.name == name)
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.lanes.append(mark.name)
+
+
+def test_each_id_has_the_mark_of_its_lane() -> None:
+    marks = [in_commands("one-*").mark, in_kernels("two-2", "three-3").mark]
+    ids = ("one-1", "one-2", "two-1", "two-2")
+    items: list[Any] = [Item(f"a.py::test[{id}]", marks) for id in ids]
+    items.append(Item("a.py::other", []))
+    assert mark_lanes(items) == ["a.py::test[three-3]"]
+    assert [item.lanes for item in items] == [["commands"], ["commands"], [], ["kernels"], []]
