@@ -43,7 +43,7 @@ test-every-kernel: $(VENV)/.installed-dev  # before a release: every launch of e
 test-scripts: $(VENV)/.installed-dev  # those of examples/
 	$(PYTEST) -n auto --dist worksteal -m scripts $(call marked,scripts)
 
-test-commands: $(VENV)/.installed-dev  # whole commands: chats, servers with suites of clients, calibrations, reports, interruptions, completion, extremes of every number, a peak of memory
+test-commands: $(VENV)/.installed-dev  # whole commands: chats, servers with suites of clients, calibrations, reports, interruptions, completion, extremes of every number, a peak of memory, combinations that make test leaves out
 	$(PYTEST) -n auto --dist loadfile -m "commands and not memory" $(call marked,commands)
 
 test-memory: $(VENV)/.installed-dev  # before a release: all peaks of memory

@@ -7,6 +7,7 @@ import os
 from collections.abc import Generator
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -14,7 +15,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from lowbit.formats.machine.cores import core_count
-from tests.lanes import mark_lanes
+from tests.lanes import mark_lanes, runs_elsewhere
 from tests.loggers import Silent
 
 LONGEST = "test_compile.py"
@@ -58,6 +59,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     plugins = session.config.pluginmanager
     if not plugins.has_plugin("dsession"):
         plugins.import_plugin("tests.fixtures")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of a lane that is not asked for need not be imported: a second in each process."""
+    if not collection_path.match("test_*.py"):
+        return None
+    return runs_elsewhere(collection_path, config.option.markexpr) or None
 
 
 @pytest.hookimpl(wrapper=True)

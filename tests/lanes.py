@@ -6,10 +6,14 @@ The ids are those between the brackets of a test's name. `make test` keeps each 
 parameter, and the pairs that matter; `.ci/run` runs all of them.
 """
 
+import re
 from collections import defaultdict
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
+
+OF_ALL = re.compile(r"^pytestmark = (\[[^]]*\]|.*)$", re.MULTILINE)  # the marks of a file
 
 
 def in_commands(*ids: str) -> pytest.MarkDecorator:
@@ -35,3 +39,11 @@ def mark_lanes(items: list[pytest.Item]) -> list[str]:
                 if fits:
                     item.add_marker(lane)
     return [f"{function}[{id}]" for (function, id), fits in found.items() if not fits]
+
+
+def runs_elsewhere(path: Path, expression: str) -> bool:
+    """True if the marks of a whole file keep all of its tests from `-m expression`."""
+    parts = expression.split(" and ")
+    left_out = [part.removeprefix("not ") for part in parts if part.startswith("not ")]
+    found = OF_ALL.search(path.read_text(encoding="utf-8"))
+    return found is not None and any(f"mark.{mark}" in found[1] for mark in left_out)

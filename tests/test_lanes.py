@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.lanes import in_commands, in_kernels, mark_lanes
+from tests.lanes import in_commands, in_kernels, mark_lanes, runs_elsewhere
 
 
 @dataclass
@@ -31,3 +32,20 @@ def test_each_id_has_the_mark_of_its_lane() -> None:
     items.append(Item("a.py::other", []))
     assert mark_lanes(items) == ["a.py::test[three-3]"]
     assert [item.lanes for item in items] == [["commands"], ["commands"], [], ["kernels"], []]
+
+
+@pytest.mark.parametrize(
+    ("text", "elsewhere"),
+    [
+        ("pytestmark = pytest.mark.gpu\n", True),
+        ("pytestmark = [\n    pytest.mark.slow,\n    pytest.mark.commands,\n]\n", True),
+        ("pytestmark = pytest.mark.slow\n", False),
+        ("@pytest.mark.gpu\ndef test_a() -> None: ...\n", False),
+    ],
+)
+def test_files_of_other_lanes_are_left_out(tmp_path: Path, text: str, elsewhere: bool) -> None:
+    (tmp_path / "test_a.py").write_text("import pytest\n\n" + text)
+    assert runs_elsewhere(tmp_path / "test_a.py", "not gpu and not commands") == elsewhere
+    assert not runs_elsewhere(tmp_path / "test_a.py", "gpu and not kernels")
+    assert not runs_elsewhere(tmp_path / "test_a.py", "gpu or not commands")
+    assert not runs_elsewhere(tmp_path / "test_a.py", "")

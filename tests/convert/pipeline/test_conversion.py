@@ -115,6 +115,12 @@ def test_quality_of_every_linear(tiny_int4: Conversion) -> None:
         assert row.cosine > 0.99
 
 
+@in_commands(
+    "mixed-torch.float16",
+    "int8-torch.float32",
+    "absmax-rows-torch.bfloat16",
+    "positive-torch.bfloat16",
+)
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
     [

@@ -79,6 +79,7 @@ def test_the_default_chooses_bits_in_the_recipes_groups(
     assert bits[f"{layer}.mlp.gate_proj"] == bits[f"{layer}.mlp.up_proj"]
 
 
+@pytest.mark.commands
 @pytest.mark.usefixtures("cache")
 def test_chosen_bits_are_what_their_options_make(
     source: Path, tmp_path: Path, text: CalibrationRequest

@@ -202,6 +202,7 @@ def test_same_bytes_again_on_a_gpu(
     assert first == second
 
 
+@pytest.mark.commands
 def test_resumes_after_any_layer(
     readable: Path,
     hashes: Hashes,
@@ -302,6 +303,7 @@ def test_a_quantized_head_and_odd_recipes(calibrated: Make, short: Path) -> None
     assert done.calibration[0].rtn == done.calibration[0].chosen < 1e-6
 
 
+@pytest.mark.commands
 def test_a_rotated_file_is_a_plain_checkpoint(calibrated: Make, short: Path, cli: Cli) -> None:
     overrides = (Override("*.layers.1.mlp.down_proj", 16), Override("*.layers.1.mlp.*_proj", 16))
     done = calibrated(short, "gptq+rotate", overrides=overrides)

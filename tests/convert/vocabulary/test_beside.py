@@ -19,6 +19,7 @@ from lowbit.formats.errors import LowbitError
 from lowbit.formats.kept_vocabulary import read_kept_vocabulary
 from tests.conversions import convert
 from tests.convert.fixture_types import Cli, Hashes
+from tests.lanes import in_commands
 from tests.short_models import Shorten
 
 FEW = 512
@@ -97,6 +98,7 @@ def _other_template(source: Path, cut: Path) -> None:
     (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
 
 
+@in_commands("_other_source-*")
 @pytest.mark.parametrize(
     ("spoil", "keep", "named"),
     [

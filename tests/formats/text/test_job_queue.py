@@ -212,6 +212,7 @@ def test_every_signal_from_outside_is_no_fault_of_the_job(
             assert len(pids) == 2
 
 
+@in_commands("SIGILL", "SIGFPE", "SIGSYS", "SIGBUS")
 @pytest.mark.parametrize("name", [*OWN, "SIGPROF", ""])
 def test_an_end_that_limits_explain_is_a_fault_of_the_job(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -381,6 +382,7 @@ def test_a_library_that_cannot_be_imported_is_an_error_of_every_job(
     run(work, library="tokenizers")
 
 
+@in_commands("terminated")
 @pytest.mark.parametrize(
     ("codes", "first"),
     [

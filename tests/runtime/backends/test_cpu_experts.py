@@ -17,6 +17,7 @@ from lowbit.runtime.backends.cpu_experts import routes
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
 from lowbit.runtime.thresholds import EXACT_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, ExpertWeights, Linear, PackedLinear
+from tests.lanes import in_commands
 
 EPS = 1e-6
 H, INNER, SHARED = 64, 32, 96
@@ -93,6 +94,7 @@ def in_fp64(
     return out
 
 
+@in_commands("40-8-*-int8", "40-8-*-dense", "40-8-*-int8-row")
 @pytest.mark.parametrize("kind", ["dense", "int4", "int8", "int8-row"])
 @pytest.mark.parametrize(
     ("E", "chosen", "shared", "normed"),
@@ -126,6 +128,7 @@ def test_experts_with_rounded_inputs_are_the_formula(kind: str) -> None:
     assert (found - expected).norm() < 0.1 * rounding + 1e-5 * exact.norm()
 
 
+@in_commands("int4-int8-dtype1", "int8-exact-dtype0", "dense-exact-dtype1", "int8-row-exact-dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "activations"),

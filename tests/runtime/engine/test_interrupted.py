@@ -14,6 +14,7 @@ from lowbit.runtime.engine import engine as engine_module
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.state.device_state import CacheSize
+from tests.lanes import in_commands
 from tests.runtime.engine.small_engine import (
     CONTEXT,
     INTERRUPTED,
@@ -124,6 +125,7 @@ class Watched(Sequence):
         super().__setattr__(name, value)
 
 
+@in_commands("make_model")
 def test_who_looks_at_a_request_that_ends_sees_why(
     model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

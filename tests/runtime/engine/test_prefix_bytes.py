@@ -94,6 +94,7 @@ def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
         assert torch.equal(mine, theirs)
 
 
+@in_commands("tiny-qwen3.5-torch.bfloat16-int8")
 @pytest.mark.parametrize("model", [*CASES, EXPERTS], ids=id_of, indirect=True)
 def test_prompts_with_any_common_prefix(model: lowbit.Model, watch: Watch) -> None:
     engine, fresh = new_engine(model), new_engine(model)

@@ -118,7 +118,7 @@ def test_memory_for_logits_is_bounded(model: lowbit.Model, monkeypatch: pytest.M
     assert seen == [128, 128, 128, 15, 1]
 
 
-@in_commands("tiny-qwen3.5-bf16")
+@in_commands("tiny-qwen3.5-bf16", "tiny-qwen3-bf16")
 def test_scores_beside_requests_change_neither(
     model: lowbit.Model, small: Engine, set_chunk: Callable[[int], None]
 ) -> None:

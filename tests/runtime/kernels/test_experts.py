@@ -24,6 +24,7 @@ from lowbit.runtime.kernels.launch.experts import GROUP
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.thresholds import EXPERTS_CHUNK, EXPERTS_TOKENS
 from lowbit.runtime.weights.linear import ExpertWeights
+from tests.lanes import in_kernels
 from tests.runtime.kernels.expert_layers import (
     EPS,
     FP32_ERROR,
@@ -79,6 +80,15 @@ def test_gate_up(size: Size, given: bool, device: str, randn: Randn) -> None:
     assert not found[..., size.inner :].any()
 
 
+@in_kernels(
+    "INT4-h512-*-given",
+    "INT3-*-chosen*",
+    "INT8-h64-*-given",
+    "INT4-h160-I64-*-chosen*",
+    "INT2-*-given",
+    "INT8-h96-*-chosen*",
+    "INT8-h128-*-given",
+)
 @GIVEN
 @pytest.mark.parametrize(
     "size", [*SMALL, WIDE, *(pytest.param(s, marks=gpu) for s in REAL)], ids=str
@@ -221,6 +231,7 @@ def test_groups(experts: int, M: int, device: str) -> None:
     assert groups == expected
 
 
+@in_kernels("INT8-h96-*")
 @pytest.mark.parametrize("size", [SMALL[0], SMALL[1], SMALL[-1]], ids=str)
 def test_experts_read_once_give_a_token_the_same_bits(
     size: Size, device: str, randn: Randn, monkeypatch: pytest.MonkeyPatch

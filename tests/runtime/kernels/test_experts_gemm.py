@@ -121,6 +121,7 @@ def test_gemm_launches_have_the_same_bits(
         assert torch.equal(found(), expected), launch
 
 
+@in_kernels("torch.float16-4", "torch.float32-8")
 @pytest.mark.parametrize(
     ("dtype", "bits"),
     [

@@ -24,6 +24,7 @@ from lowbit.runtime.serve.grammars import (
 from lowbit.runtime.text.grammar import Grammar, GrammarConstraint, Grammars, Trial
 from lowbit.runtime.text.grammar_source import GrammarSource, schema_source
 from lowbit.runtime.text.mask_time import GrammarSize, MaskTime
+from tests.lanes import in_commands
 from tests.runtime.serve.conftest import NAME, Running, busy, raw_request, running, until
 
 LARGE = 4 * SMALL_BYTES
@@ -333,6 +334,7 @@ def quiet(server: Running) -> Iterator[Running]:
     gc.enable()
 
 
+@in_commands("stream", "call")
 @pytest.mark.parametrize(
     "changes",
     [

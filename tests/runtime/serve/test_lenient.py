@@ -8,6 +8,7 @@ import httpx2
 import pytest
 
 from lowbit.formats.text.template import ChatTemplate
+from tests.lanes import in_commands
 from tests.runtime.serve.conftest import LEFT_OUT, NAME, Running, post, prompt_of, turns
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -126,6 +127,7 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@in_commands("/v1/messages-fields4", "/v1/chat/completions-fields1", "/v1/chat/completions-fields2")
 @pytest.mark.parametrize(("path", "fields"), FORMS)
 def test_schemas_hold_wherever_they_stand(
     server: Running, path: str, fields: dict[str, Any]

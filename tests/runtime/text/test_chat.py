@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as HubTokenizer
 from lowbit.formats.errors import CheckpointError, RequestError
 from lowbit.formats.text.template import ChatTemplate, load_chat_template
 from lowbit.runtime.text.chat import Message, knows_argument, render_prompt
+from tests.lanes import in_commands
 
 # Uses what Hub templates use: whitespace control, namespaces, slices, tojson, tests, raise.
 TEMPLATE = """
@@ -50,6 +51,7 @@ CONVERSATIONS: list[list[Message]] = [
 ]
 
 
+@in_commands("messages[03]-True", "messages[0134]-False", "messages[124]-None", "messages2-True")
 @pytest.mark.parametrize("thinking", [None, True, False])
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 def test_rendering_matches_transformers(

@@ -257,6 +257,7 @@ class Failing(Foreseen):
         super().accept(token)
 
 
+@in_commands("tiny-qwen3.5-1-nothing")
 @pytest.mark.parametrize(
     ("model", "number", "by"),
     [(DENSE, 1, "mask"), (HYBRID, 2, "accept"), (HYBRID, 1, "nothing")],

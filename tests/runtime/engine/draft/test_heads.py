@@ -94,6 +94,7 @@ def drafts_of(base: dict[str, Any], weights: dict[str, Tensor], block: Block) ->
     return DRAFTS[kind_of(base)](base, weights, block)
 
 
+@in_commands("xpress-True", "domino-False", "dflash2-True", "lilicorr-False")
 @pytest.mark.parametrize(
     ("kind", "packed"), [*((kind, False) for kind in VARIANTS), *((kind, True) for kind in BASES)]
 )

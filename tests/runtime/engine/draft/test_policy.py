@@ -27,6 +27,7 @@ from lowbit.runtime.engine.draft.policy import (
     new_costs,
 )
 from lowbit.runtime.engine.graphs import width_for
+from tests.lanes import in_commands
 
 ANSWER = 256  # tokens
 STEP = 0.002  # seconds
@@ -164,6 +165,16 @@ def mean_speed(name: str, chance: float, fixed: int = 0, sequences: int = 1) -> 
     return len(speeds) / sum(1 / speed for speed in speeds)
 
 
+@in_commands(
+    "flat-4-True",
+    "dear-4-False",
+    "9B-4-True",
+    "0.8B-4-False",
+    "flat-1-False",
+    "dear-1-True",
+    "9B-1-False",
+    "0.8B-1-True",
+)
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("sequences", [1, 4])
 @pytest.mark.parametrize("name", COSTS)

@@ -182,7 +182,7 @@ def test_drafts_change_no_bit(
         left_by(model, request).assert_equals(expected)
 
 
-@in_commands("tiny-qwen3-bfloat16-bf16")
+@in_commands("tiny-qwen3-bfloat16-bf16", "tiny-qwen3.5-float32-bf16")
 def test_drafts_of_others_change_no_bit(
     model: lowbit.Model, without_drafts: Callable[[int], Left]
 ) -> None:

@@ -19,6 +19,7 @@ from lowbit.runtime.kernels.linear.gemv import gemv
 from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.weights.linear import PackedLinear
+from tests.lanes import in_kernels
 from tests.runtime.kernels.emulator import run_kernel
 from tests.runtime.kernels.linear.test_gemv_int8 import EPS, FP32, Case, made, product
 
@@ -82,6 +83,14 @@ def check(w: PackedLinear, x: Tensor, launch: StreamLaunch) -> None:
     assert torch.equal(y.nan_to_num(7), sums[: launch.tokens].bfloat16().nan_to_num(7))
 
 
+@in_kernels(
+    "*tokens=32*-INT4-N80*",
+    "*tokens=32*-INT8-N32*",
+    "*tokens=16, warps=8*-INT8-N48*",
+    "*tokens=16, warps=4*-INT4-N80*",
+    "*tokens=16, warps=8*-INT4-N48*",
+    "*tokens=8*-INT8-N48*",
+)
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
 def test_every_launch_has_the_bits_of_the_reference(
