@@ -18,12 +18,14 @@ from lowbit.runtime.models.loader import open_model
 from lowbit.runtime.state.snapshots import Snapshots
 from tests.conversions import convert
 from tests.convert.edits import edit_json
+from tests.lanes import in_commands
 
 MODELS = Path(__file__).parents[1] / "examples" / "models"
 SHAPE_BYTES = 16  # a packed linear's weight_shape stays in the file
 NORM_BYTES = 2  # Qwen3.5's BF16 norms become FP32 at load
 
 
+@in_commands("tiny-qwen3-bf16-2048", "tiny-qwen3-moe-*", "tiny-qwen3.5-bf16-100")
 @pytest.mark.parametrize(
     ("name", "kv_cache", "context"),
     [

@@ -21,6 +21,7 @@ from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert
 from tests.convert.edits import edit_tensors
 from tests.convert.fixture_types import Cli, Edit
+from tests.lanes import in_commands
 from tests.oracle import dequantized_weights
 from tests.short_models import Shorten
 
@@ -101,6 +102,7 @@ def test_verified_against_the_fused_source(fused: Path, packed: Path) -> None:
     assert result.source_tensors == len(open_checkpoint(fused).tensors)
 
 
+@in_commands("single-int8")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "recipe"),

@@ -15,6 +15,7 @@ from lowbit.formats.text.template import (
     load_chat_template,
 )
 from lowbit.formats.text.worker import Worker
+from tests.lanes import in_commands
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 USER = {"role": "user", "content": " Hi <b>& 'ä' 😀 "}
@@ -151,6 +152,7 @@ HOSTILE = {
 }
 
 
+@in_commands("loop of lists", "loop of set")
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_template_is_one_sentence(source: str, hasty: Worker) -> None:
     template = ChatTemplate(source, {}, hasty)

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.cli.prompts import PromptLine
 from lowbit.runtime.conversation.chat import AnswerSettings
+from tests.lanes import in_commands
 
 BUNDLED = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
 SCHEMA = {"type": "array", "items": {"enum": [1, "b"]}, "minItems": 1, "maxItems": 3}
@@ -34,6 +35,7 @@ def fits(text: str) -> bool:
     return 1 <= len(found) <= 3 and all(item in (1, "b") for item in found)
 
 
+@in_commands("--no-think")
 @pytest.mark.parametrize("how", ["--raw", "--no-think"])
 def test_generate_answers_with_json(run: Run, how: str) -> None:
     done = run("generate", "Hi", how, *HOT)

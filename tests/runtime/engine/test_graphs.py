@@ -125,6 +125,7 @@ def test_the_graph_gives_the_tokens_of_the_step(
     assert recorded(graphs) == [(1, CONTEXT)]
 
 
+@in_commands("dense-hot-12")
 @pytest.mark.parametrize(
     ("load", "params", "first", "prompt", "expected"),
     [

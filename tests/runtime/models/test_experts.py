@@ -30,6 +30,7 @@ from lowbit.runtime.models.loader import (
     open_model,
 )
 from tests.conversions import convert
+from tests.lanes import in_commands
 from tests.oracle import dequantized_weights
 from tests.runtime.hub_logits import distance, error_ratio, hub_logits, in_bf16
 from tests.short_models import Shorten
@@ -110,6 +111,7 @@ def trained(
     return pack
 
 
+@in_commands("tiny-qwen3-moe-int8")
 @pytest.mark.parametrize(
     ("name", "base"), [("tiny-qwen3-moe", "int8"), ("tiny-qwen3.5-moe", "int4")]
 )

@@ -9,6 +9,7 @@ import httpx2
 import pytest
 
 from lowbit.formats.errors import RequestError
+from tests.lanes import in_commands
 from tests.runtime.serve.conftest import (
     LEFT_OUT,
     NAME,
@@ -305,6 +306,7 @@ def streamed_arguments(path: str, events: list[dict[str, Any]]) -> str:
     return "".join(each["function"]["arguments"] for each in calls)
 
 
+@in_commands("/v1/responses-*")
 @pytest.mark.parametrize(("path", "fields"), CUT_CALLS)
 def test_a_cut_call_is_the_same_in_both_modes_and_is_taken_back(
     agents: Running, caplog: pytest.LogCaptureFixture, path: str, fields: dict[str, Any]

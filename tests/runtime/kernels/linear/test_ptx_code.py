@@ -21,6 +21,7 @@ from lowbit.runtime.kernels.linear.tiles import dequantized, tiled
 from lowbit.runtime.kernels.ptx import wgmma
 from lowbit.runtime.kernels.ptx.wgmma import product_code, widened_code
 from lowbit.runtime.weights.linear import PackedLinear
+from tests.lanes import in_kernels
 from tests.runtime.kernels.emulated_lanes import lanes, threads
 from tests.runtime.kernels.emulator import Emulation, Memory, Pointer
 
@@ -95,6 +96,7 @@ def run(code: str, outputs: int, inputs: Sequence[Tensor]) -> tuple[dict[str, Te
     return registers, products
 
 
+@in_kernels("32-8", "128-2", "32-3")
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("G", [32, 128, pytest.param(640, marks=pytest.mark.kernels)])
 def test_warps_hold_the_fragments_of_wgmma(make_packed: MakePacked, bits: int, G: int) -> None:
