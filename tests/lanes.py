@@ -36,7 +36,7 @@ def mark_lanes(items: list[pytest.Item]) -> list[str]:
             for id in ids:
                 fits = fnmatchcase(own.removesuffix("]"), id)
                 found[function, id] |= fits
-                if fits:
+                if fits and not any(item.iter_markers("gpu")):  # those have a lane
                     item.add_marker(lane)
     return [f"{function}[{id}]" for (function, id), fits in found.items() if not fits]
 

@@ -30,8 +30,9 @@ def test_each_id_has_the_mark_of_its_lane() -> None:
     ids = ("one-1", "one-2", "two-1", "two-2")
     items: list[Any] = [Item(f"a.py::test[{id}]", marks) for id in ids]
     items.append(Item("a.py::other", []))
+    items.append(Item("a.py::test[one-3]", [*marks, pytest.mark.gpu.mark]))
     assert mark_lanes(items) == ["a.py::test[three-3]"]
-    assert [item.lanes for item in items] == [["commands"], ["commands"], [], ["kernels"], []]
+    assert [item.lanes for item in items] == [["commands"], ["commands"], [], ["kernels"], [], []]
 
 
 @pytest.mark.parametrize(
