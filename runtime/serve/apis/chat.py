@@ -179,7 +179,8 @@ def asked_of(model: ServedModel, body: ChatBody) -> Asked:
     if body.reasoning is not None:
         budgets.append(body.reasoning.max_tokens)
     most, form = body.max_completion_tokens or body.max_tokens, format_of(body)
-    if form is not None and isinstance(body.function_call, FunctionName):
+    named = isinstance(body.function_call, FunctionName)
+    if named and form is not None and not form.goes_with_tools:
         raise invalid(f"`function_call` excludes `{form.param}`", "function_call")
     return replace(
         prompt_of(model, body, body.messages),

@@ -45,6 +45,11 @@ class AnswerFormat:
     param: str = "response_format"  # field of the request that asks for it
     left_out: Sequence[str] = ()  # keywords that the schema had, and that are not enforced
 
+    @property
+    def goes_with_tools(self) -> bool:
+        """True if calls may come in place of text that has it."""
+        return self.kind in ("json_object", "json_schema")
+
 
 GrammarText = Annotated[str, Field(min_length=1, max_length=MOST_GRAMMAR_CHARACTERS)]
 Choices = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_CHOICE_TEXTS)]
@@ -252,11 +257,14 @@ def asked_grammar(
 ) -> AskedGrammar | None:
     """The grammar of an answer; None if any text may come.
 
+    A call that must come leaves no text for a format: agents send the format of their last answer
+    in every turn.
+
     Raises:
         ApiError: a schema or grammar cannot be used, or two exclude each other.
     """
     if choice in ("required", "named"):
-        if format is not None:
+        if format is not None and not format.goes_with_tools:
             raise invalid(f"`tool_choice` excludes `{format.param}`", "tool_choice")
         if request.form is None or not request.tools:
             raise invalid(
@@ -264,7 +272,7 @@ def asked_grammar(
             )
         return _grammar_of_calls(tokenizer, request, request.form, tool or "required", None)
     if format is not None and request.tools:
-        if format.kind not in ("json_object", "json_schema") or request.form is None:
+        if not format.goes_with_tools or request.form is None:
             raise invalid(f"`{format.param}` excludes `tools`", format.param)
         return _grammar_of_calls(tokenizer, request, request.form, "required", format)
     if format is not None:

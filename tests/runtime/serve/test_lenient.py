@@ -197,6 +197,50 @@ def test_allowed_tools_alone_are_called(server: Running, name: str, flat: bool) 
     assert call["function"] == {"name": name, "arguments": "{}"}
 
 
+FORM = {"type": "json_schema", "json_schema": {"name": "final_output", "schema": FLAG}}
+FLAT = {"type": "json_schema", "name": "User", "strict": True, "schema": FLAG}
+FUNCTION = {"name": "User", "description": "A user", "parameters": FLAG}
+FORCED: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"tools": [tool(**FUNCTION)], "tool_choice": "required", "response_format": FORM}),
+    (
+        CHAT,
+        {
+            "tools": [tool(**FUNCTION)],
+            "tool_choice": {"type": "function", "function": {"name": "User"}},
+            "response_format": {"type": "json_object"},
+        },
+    ),
+    (CHAT, {"functions": [FUNCTION], "function_call": {"name": "User"}, "response_format": FORM}),
+    (
+        RESPONSES,
+        {
+            "tools": [{"type": "function", **FUNCTION}],
+            "tool_choice": {"type": "function", "name": "User"},
+            "text": {"format": FLAT},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), FORCED)
+def test_a_call_that_must_come_needs_no_format(
+    server: Running, path: str, fields: dict[str, Any]
+) -> None:
+    """Agents send the format of their last answer in every turn."""
+    shared = {"messages": [HI], "max_tokens": 200, "parallel_tool_calls": False}
+    if path == RESPONSES:
+        shared = {"input": "Hi", "max_output_tokens": 200, "parallel_tool_calls": False}
+    found = post(server, path, **shared, **PLAIN, **fields).json()
+    if path == RESPONSES:
+        [call] = found["output"]
+    else:
+        message = found["choices"][0]["message"]
+        assert message["content"] is None
+        call = message.get("function_call") or message["tool_calls"][0]["function"]
+    assert call["name"] == "User"
+    assert set(json.loads(call["arguments"])) == {"flag"}
+
+
 def test_what_the_template_does_not_know_is_left_out(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
