@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from lowbit.formats.errors import RequestError
+from lowbit.runtime.text.closed_schema import closed
 from lowbit.runtime.text.grammar_source import MOST_BYTES
 from lowbit.runtime.text.loose_schema import loosened, rounded_bounds
 from lowbit.runtime.text.tokenizer import Tokenizer
@@ -25,6 +26,8 @@ OF_WHOLE = (
     *("patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired"),
     *("dependentSchemas", "anyOf", "oneOf", "allOf", "not", "if", "enum", "const"),
 )
+# Keywords of a function that lists no parameters
+WITHOUT_ARGUMENTS = {"type", "properties", "required", "title", "description", "$schema"}
 INNER = ("#/$defs/", "#/definitions/")  # references that stand without the rest of a schema
 # The JSON of Qwen's templates: a space behind `:` and `,`, no line breaks.
 NOTATION = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -130,6 +133,8 @@ def _mark(tag: str, tokenizer: Tokenizer) -> str:
 def _json_call(index: int, tool: Tool, work: Work) -> Iterator[str]:
     begin = f'"name": {json.dumps(tool.name)}, "arguments": '
     schema = {"type": "object", **tool.schema}
+    if schema.keys() <= WITHOUT_ARGUMENTS and schema.get("properties") == {}:
+        schema["additionalProperties"] = False
     yield f'call_{index}: "{{" BLANK {json.dumps(begin)} arguments_{index} "}}"'
     yield f"arguments_{index}: {_json(schema, tool, work)}"
 
@@ -232,7 +237,7 @@ def _unheld(tool: Tool, where: str, keyword: str) -> RequestError:
 def _json(schema: Mapping[str, Any], tool: Tool, work: Work) -> str:
     definitions = referenced(schema, tool.schema)
     options = {**NOTATION, "lenient": not tool.strict}
-    whole = {**definitions, **schema}
+    whole = closed({**definitions, **schema})
     if not tool.strict:
         whole, keywords = loosened(whole)
         work.left_out.update(keywords)

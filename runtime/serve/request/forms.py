@@ -16,6 +16,7 @@ from lowbit.runtime.serve.request.body import Body, Ignored
 from lowbit.runtime.serve.request.explain import WRONG
 from lowbit.runtime.serve.settings import MOST_CHOICE_TEXTS, MOST_GRAMMAR_CHARACTERS
 from lowbit.runtime.text.call_grammar import grammar_of, grammar_of_rest, grammar_of_text
+from lowbit.runtime.text.closed_schema import closed
 from lowbit.runtime.text.grammar_source import (
     JSON_NOTATION,
     SCHEMA_LIMITS,
@@ -229,8 +230,8 @@ def schema_format(schema: Any, param: str, strict: bool | None = None) -> Answer
     if strict:
         for name in rounded_bounds(schema):
             raise invalid(f"`{param}`: `{name}` beyond 2^53 cannot be enforced", param)
-        return AnswerFormat("json_schema", schema, param=param)
-    held, keywords = loosened(schema)
+        return AnswerFormat("json_schema", closed(schema), param=param)
+    held, keywords = loosened(closed(schema))
     names = [f"keyword {name}" for name in keywords]
     return AnswerFormat("json_schema", held, param=param, left_out=names)
 

@@ -199,7 +199,7 @@ def test_allowed_tools_alone_are_called(server: Running, name: str, flat: bool) 
 
 FORM = {"type": "json_schema", "json_schema": {"name": "final_output", "schema": FLAG}}
 FLAT = {"type": "json_schema", "name": "User", "strict": True, "schema": FLAG}
-FUNCTION = {"name": "User", "description": "A user", "parameters": FLAG}
+FUNCTION: dict[str, Any] = {"name": "User", "description": "A user", "parameters": FLAG}
 FORCED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"tools": [tool(**FUNCTION)], "tool_choice": "required", "response_format": FORM}),
     (
@@ -239,6 +239,45 @@ def test_a_call_that_must_come_needs_no_format(
         call = message.get("function_call") or message["tool_calls"][0]["function"]
     assert call["name"] == "User"
     assert set(json.loads(call["arguments"])) == {"flag"}
+
+
+USER = {
+    "$defs": {"Kind": {"enum": ["a", "b"], "title": "Kind", "type": "string"}},
+    "properties": {
+        "age": {"maximum": 99, "minimum": 0, "title": "Age", "type": "integer"},
+        "kind": {"$ref": "#/$defs/Kind"},
+        "pair": {"properties": {"x": {"enum": [1]}}, "required": ["x"], "type": "object"},
+    },
+    "required": ["age", "kind", "pair"],
+    "type": "object",
+}
+NAMED_USER = {"type": "function", "function": {"name": "User"}}
+LISTED: list[dict[str, Any]] = [
+    {"tools": [tool("User", parameters=USER)], "tool_choice": NAMED_USER},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "User", "schema": USER}}},
+    {"structured_outputs": {"json": USER}},
+]
+
+
+@pytest.mark.parametrize("fields", LISTED)
+def test_objects_have_listed_properties_alone(server: Running, fields: dict[str, Any]) -> None:
+    """Pydantic's schemas do not say so; this model would else go on until `max_tokens`."""
+    shared = {"messages": [HI], "max_tokens": 200, "parallel_tool_calls": False}
+    message = post(server, CHAT, **shared, **PLAIN, **fields).json()["choices"][0]["message"]
+    calls = message.get("tool_calls")
+    text = message["content"] if calls is None else calls[0]["function"]["arguments"]
+    made = json.loads(text)
+    assert made.keys() == {"age", "kind", "pair"}
+    assert made["pair"] == {"x": 1}
+
+
+def test_a_function_that_lists_no_parameters_gets_none(server: Running) -> None:
+    """As FastMCP describes one."""
+    schema = {"properties": {}, "title": "nowArguments", "type": "object"}
+    fields: dict[str, Any] = {"messages": [HI], "max_tokens": 60, "parallel_tool_calls": False}
+    fields |= {"tools": [tool("now", parameters=schema)], "tool_choice": "required", **PLAIN}
+    [call] = post(server, CHAT, **fields).json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["arguments"] == "{}"
 
 
 def test_what_the_template_does_not_know_is_left_out(
