@@ -187,6 +187,8 @@ class FormatFields(Body):
 def format_of(fields: FormatFields) -> AnswerFormat | None:
     """The format that a body asks for; None if it asks for none.
 
+    Those that know no release of vLLM ask by its former field and by the present one.
+
     Raises:
         ApiError: it asks for several.
     """
@@ -215,6 +217,7 @@ def format_of(fields: FormatFields) -> AnswerFormat | None:
             given.append(AnswerFormat("lark", text=grammar, param="guided_grammar"))
     if structured.json_object:
         given.append(AnswerFormat("json_object"))
+    given = [each for number, each in enumerate(given) if each not in given[:number]]
     if len(given) > 1:
         names = " and ".join(f"`{each.param}`" for each in given)
         raise invalid(f"{names} exclude each other", given[1].param)
