@@ -182,6 +182,7 @@ class FormatFields(Body):
     guided_regex: GrammarText | None = None
     guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None
+    regex: GrammarText | None = None  # SGLang's
 
 
 def format_of(fields: FormatFields) -> AnswerFormat | None:
@@ -215,6 +216,8 @@ def format_of(fields: FormatFields) -> AnswerFormat | None:
             given.append(AnswerFormat("choice", choices=tuple(choice), param="guided_choice"))
         if grammar is not None:
             given.append(AnswerFormat("lark", text=grammar, param="guided_grammar"))
+    if fields.regex is not None:
+        given.append(AnswerFormat("regex", text=fields.regex, param="regex"))
     if structured.json_object:
         given.append(AnswerFormat("json_object"))
     given = [each for number, each in enumerate(given) if each not in given[:number]]

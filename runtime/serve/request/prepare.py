@@ -57,7 +57,7 @@ WITH_SCHEMAS = frozenset(
     (
         *("functions", "tools", "response_format", "structured_outputs", "text"),
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        *("output_config", "output_format"),
+        *("output_config", "output_format", "regex"),
     )
 )
 NO_EFFORT = ("none", "off", "disabled", "false")  # of reasoning, as clients write it

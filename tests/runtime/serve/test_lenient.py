@@ -167,12 +167,13 @@ def test_settings_may_have_new_words(server: Running, path: str, fields: dict[st
 GRAMMAR = "%llguidance {}\n\nstart: a\na[capture, max_tokens=20]: A\nA: /[0-9]{3}/\n"
 DIGITS: list[dict[str, Any]] = [
     {"guided_grammar": GRAMMAR, "structured_outputs": {"grammar": GRAMMAR}, "tools": None},
+    {"regex": "[0-9]{3}"},
 ]
 
 
 @pytest.mark.parametrize("fields", DIGITS)
 def test_digits_are_asked_for_as_clients_do(server: Running, fields: dict[str, Any]) -> None:
-    """guidance fills the former field of vLLM and the present one."""
+    """guidance fills the former field of vLLM and the present one; Outlines knows SGLang's."""
     found = post(server, CHAT, messages=[HI], max_tokens=20, **PLAIN, **fields).json()
     assert text_of(found).isdecimal()
     assert len(text_of(found)) == 3
