@@ -25,6 +25,8 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+# Words of Anthropic's and OpenAI's servers, by which clients know that a prompt has to be shorter
+TOO_LONG = "prompt is too long, this model's maximum context length is exceeded"
 ANTHROPIC_PATH = "/v1/messages"
 MOST_QUOTED = 200  # characters of what a client sent, in one error or line of the log
 MOST_MESSAGE = 2000  # characters
@@ -100,6 +102,7 @@ def of_lowbit(error: LowbitError) -> ApiError:
     """The API's error for a LowbitError: 400 for a wrong request, 500 for all others."""
     message = f"{error}; {error.hint}" if error.hint else str(error)
     if isinstance(error, TooLongError):
+        message = f"{TOO_LONG}: {message}"
         return invalid(message, code="context_length_exceeded")
     if isinstance(error, RequestError):
         return invalid(message)

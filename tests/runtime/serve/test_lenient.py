@@ -179,6 +179,16 @@ def test_digits_are_asked_for_as_clients_do(server: Running, fields: dict[str, A
     assert len(text_of(found)) == 3
 
 
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_clients_know_a_prompt_that_is_too_long(server: Running, path: str) -> None:
+    """LiteLLM, and with it aider and others, by these words alone."""
+    name = "input" if path == RESPONSES else "messages"
+    message = post(server, path, **{name: turns(("user", "Hi " * 3000))}).json()["error"]["message"]
+    assert "this model's maximum context length is" in message
+    assert "prompt is too long" in message
+    assert "the context is 1024" in message
+
+
 def test_an_empty_stop_ends_nothing(server: Running) -> None:
     whole = post(server, CHAT, messages=[HI], **PLAIN).json()
     for stop in ("", [""], ["", "no such text"]):
