@@ -284,6 +284,7 @@ class CallReader:
         if tag:
             text, self._tag = self._take(len(before)), self._take(len(tag))
             self._inside, self._searched = True, 0
+            self._behind = self._behind and not text.strip()
             self._partial = self._new_partial() if self.in_pieces else None
             return text
         if final and self._behind and OPEN_CALL.startswith(before.strip()):
@@ -330,6 +331,9 @@ class CallReader:
                 yield from () if begun else (CallBegin(partial.name),)
                 yield CallPiece(piece)
                 self._held, self._given, self._inside = "", 0, False
+                return
+            if self._behind and OPEN_CALL not in self._held and CLOSE_CALL not in self._held:
+                self._held, self._inside = "", False  # another call, cut before its name
                 return
         yield self._tag_as_text() if self._searched else self._all_as_text()
 

@@ -157,6 +157,26 @@ def test_after_many_texts_that_are_no_calls_all_is_text(monkeypatch: pytest.Monk
 
 
 texts_of_parts = st.lists(st.sampled_from(PARTS), max_size=12).map("".join)
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize(
+    ("form", "text", "content"),
+    [
+        ("json", F1 + "\n<tool_call>", ""),
+        ("json", F1 + '\n<tool_call>\n{"name": "f"', ""),
+        ("xml", XF1 + "\n<tool_call>\n<function=", ""),
+        ("json", F1 + " a\n<tool_call>\n{", "a\n<tool_call>\n{"),
+        ("json", F1 + "\n<tool_call>\n{</tool_call>", "<tool_call>\n{</tool_call>"),
+    ],
+)
+def test_another_call_that_is_cut_before_its_name_is_no_text(
+    form: CallForm, text: str, content: str, in_pieces: bool
+) -> None:
+    found = everywhere(text, form, cut_calls=True, in_pieces=in_pieces)
+    assert (found.content, found.calls) == (content, (F,))
+
+
 cuts = st.lists(st.integers(0, 10**6), max_size=12)
 
 
