@@ -51,7 +51,11 @@ def _opened(last: Mapping[str, Any], end: str) -> Iterator[tuple[dict[str, Any],
     """Ways to end the last message, and the text before that end; the first that works counts."""
     content = last["content"]
     if isinstance(content, list):
-        yield {**last, "content": [*content, {"type": "text", "text": end}]}, ""
+        # Templates may write something around each part
+        *parts, part = content
+        said = part["text"] if part["type"] == "text" else ""
+        kept = parts if said else content
+        yield {**last, "content": [*kept, {"type": "text", "text": said + end}]}, said
         return
     before, opening, thought = content.partition(OPEN)
     begins = opening and not before.strip() and CLOSE not in thought

@@ -1,5 +1,6 @@
 """Prompts that end inside their last message, against transformers' own rendering."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,10 @@ import pytest
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.text.template import ChatTemplate
+from lowbit.formats.text.worker import blocking
 from lowbit.runtime.text.answer import AnswerSplitter, OutputStart, Piece
 from lowbit.runtime.text.chat import render_prompt
-from lowbit.runtime.text.last_turn import rest_start
+from lowbit.runtime.text.last_turn import render_open, rest_start
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
 from tests.runtime.text.templates import BUNDLED, NAMES, call, hub_prompt, template_of
 
@@ -34,6 +36,22 @@ def test_prompts_are_those_of_transformers(source: str, text: str) -> None:
     for messages in (last(text), last(text, reasoning_content="why "), [USER, *last(text)]):
         expected = hub_prompt(source, messages, continue_final_message=True)
         assert render_prompt(ChatTemplate(source, {}), messages, end="last").text == expected
+
+
+def test_the_last_text_beside_an_image_is_continued() -> None:
+    """Some templates write a blank before each part, as that of the bundled model with a tower."""
+    image = {"type": "image", "image": "x"}
+    bundled = BUNDLED.parent / "tiny-qwen3.5-vision" / "chat_template.jinja"
+    for source in (bundled.read_text(), template_of("qwen3.5").source):
+        template = ChatTemplate(source, {})
+        render = partial(template.render_later, answer=False)
+        for text in ("It is", "It is \n"):
+            messages = [{"role": "user", "content": [image, {"type": "text", "text": text}]}]
+            expected = hub_prompt(source, messages, continue_final_message=True)
+            assert blocking(render_open)(render, messages, "\ufdd0") == expected
+        # an image at the end stays
+        shown = [{"role": "user", "content": [messages[0]["content"][1], image]}]
+        assert "<|image_pad|>" in blocking(render_open)(render, shown, "\ufdd0")
 
 
 def test_an_answer_without_text_is_continued_behind_the_lines_of_the_template() -> None:
