@@ -13,7 +13,7 @@ from lowbit.formats.files.strict_json import loads
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.body import Body, Ignored
-from lowbit.runtime.serve.request.explain import WRONG
+from lowbit.runtime.serve.request.explain import WRONG, got
 from lowbit.runtime.serve.settings import MOST_CHOICE_TEXTS, MOST_GRAMMAR_CHARACTERS
 from lowbit.runtime.text.call_grammar import grammar_of, grammar_of_rest, grammar_of_text
 from lowbit.runtime.text.closed_schema import closed
@@ -106,9 +106,14 @@ def _named_schema(value: Mapping[str, Any]) -> dict[str, Any] | None:
     """`json_schema` of a format that has it, or its content beside the type; None for neither.
 
     The schema itself may stand in its place, with a name beside its keywords.
+
+    Raises:
+        ValueError: it has both.
     """
     found, schema = _parsed(value.get("json_schema")), value.get("schema")
-    if (found is None) == (schema is None):
+    if found is not None and schema is not None:
+        raise ValueError("`json_schema` and `schema` exclude each other")
+    if found is None and schema is None:
         return None
     beside = {name: value[name] for name in BESIDE if name in value}
     if schema is not None:
@@ -149,8 +154,18 @@ class FlatSchemaFormat(Body):
     @model_validator(mode="before")
     @classmethod
     def _flat(cls, value: object) -> object:
-        if not isinstance(value, dict) or (named := _named_schema(value)) is None:
+        if not isinstance(value, dict):
             return value
+        given = value.get("json_schema")
+        if (named := _named_schema(value)) is None:
+            if given is not None:
+                raise ValueError(f"`json_schema` must be an object, got {got(given)}")
+            return value
+        # Errors name places of the body, which has not these fields where they are put here
+        if unknown := [key for key in named if key not in (*BESIDE, "schema")]:
+            raise ValueError(f"`json_schema.{unknown[0]}` is not supported")
+        if given is not None and named.get("schema") is None:
+            raise ValueError("`json_schema.schema` is missing")
         others = {key: each for key, each in value.items() if key not in (*BESIDE, "json_schema")}
         return {**others, **named}
 

@@ -7,6 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from lowbit.runtime.serve.apis.chat import ChatBody
+from lowbit.runtime.serve.apis.messages import MessagesBody
+from lowbit.runtime.serve.apis.responses import ResponsesBody
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.request.forms import (
     FlatSchemaFormat,
@@ -14,6 +16,7 @@ from lowbit.runtime.serve.request.forms import (
     format_of,
     schema_format,
 )
+from lowbit.runtime.serve.request.prepare import parse
 
 
 def schema_of(bound: float) -> dict[str, Any]:
@@ -80,3 +83,30 @@ def test_strict_schemas_refuse_bounds_that_would_be_rounded() -> None:
         schema = schema_of(bound)
         held = schema_format(schema, "schema", strict=True).schema
         assert held == {**schema, "additionalProperties": False}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"json_schema": {"schema": OBJECT}, "schema": OBJECT}, "`schema` exclude each other"),
+    ({"json_schema": {"type": "object", "schema": OBJECT}}, "json_schema.type` is not supported"),
+    ({"json_schema": {"schema": OBJECT, "rank": 1}}, "json_schema.rank` is not supported"),
+    ({"json_schema": [OBJECT]}, "json_schema` must be an object, got an array of 1"),
+    ({"schema": 5}, ".schema` must be an object, got 5"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED)
+def test_errors_name_what_the_client_sent(given: dict[str, Any], words: str) -> None:
+    """The validator moves fields, and errors have the places of the body."""
+    form = {"type": "json_schema", **given}
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = {"model": "m", "messages": messages, "response_format": form}
+    message = {"model": "m", "max_tokens": 1, "messages": messages}
+    response = {"model": "m", "input": "Hi", "text": {"format": form}}
+    for schema, body in (
+        (ChatBody, chat),
+        (ResponsesBody, response),
+        (MessagesBody, {**message, "output_config": {"format": form}}),
+    ):
+        with pytest.raises(ApiError) as error:
+            parse(json.dumps(body).encode(), schema)
+        assert words in str(error.value)
