@@ -19,7 +19,7 @@ def content_of(one: Collected) -> Iterator[dict[str, Any]]:
     """Blocks of a whole answer."""
     if one.reasoning:
         yield {"type": "thinking", "thinking": one.reasoning, "signature": ""}
-    if one.content or not one.calls:
+    if one.content or not (one.reasoning or one.calls):
         yield {"type": "text", "text": one.content, "citations": None}
     for call in one.calls:
         yield {

@@ -46,7 +46,7 @@ def output_of(
     """Output items of an answer; see `ResponseObject` for `tools`."""
     if one.reasoning:
         yield reasoning_item(new_id("rs_"), one.reasoning)
-    if one.content or not one.calls:
+    if one.content or not (one.reasoning or one.calls):
         cut = one.end.reason == "length" and not one.calls
         status = "incomplete" if cut else "completed"
         part = text_part(one.content, tokenizer, one.tokens)

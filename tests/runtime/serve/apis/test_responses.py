@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.serve.conftest import NAME, Running
+from tests.runtime.serve.conftest import NAME, Running, Saying, post
 from tests.runtime.serve.sdks import openai_client
 
 CODE = {"type": "object", "properties": {"code": {"type": "integer", "minimum": 0, "maximum": 99}}}
@@ -91,3 +91,28 @@ def test_tokens_of_a_prompt_are_counted(client: Any) -> None:
     made = client.responses.create(**fields, max_output_tokens=1)
     assert found.object == "response.input_tokens"
     assert found.input_tokens == made.usage.input_tokens
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("said", ["<think>\nSo it is", "<think>\nSo\n</think>\n\n"])
+def test_an_answer_of_reasoning_alone_is_that_of_its_stream(
+    server: Running, saying: Saying, path: str, said: str
+) -> None:
+    """It has no empty text, which Anthropic's API refuses where a client sends it back."""
+    messages, turns = path == "/v1/messages", [{"role": "user", "content": "Hi"}]
+    most = len(server.model.tokenizer.encode(said)) if said.endswith("is") else 30
+    fields = {
+        "messages" if messages else "input": turns,
+        "max_tokens" if messages else "max_output_tokens": most,
+    }
+    saying(said)
+    whole = post(server, path, **fields).json()["content" if messages else "output"]
+    saying(said)
+    stream = post(server, path, **fields, stream=True).text.splitlines()
+    events = [json.loads(line[6:]) for line in stream if line.startswith("data: {")]
+    if messages:
+        blocks = [each["content_block"] for each in events if "content_block" in each]
+    else:
+        blocks = events[-1]["response"]["output"]
+    kinds = [each["type"] for each in whole]
+    assert kinds == [each["type"] for each in blocks] == ["thinking" if messages else "reasoning"]
