@@ -48,7 +48,8 @@ def asked_functions(
         if named.name not in names:
             raise invalid(f"`{WHERE}`: `functions` has no `{named.name}`", WHERE, WRONG)
     if not fields.functions:
-        return functions_of(tools), choice
+        word = named if tools and isinstance(named, str) else None
+        return functions_of(tools), choice or word
     found = [{"type": "function", "function": each.plain()} for each in fields.functions]
     if isinstance(named, FunctionName):
         return found, NamedChoice(type="function", function=named)

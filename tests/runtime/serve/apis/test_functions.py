@@ -136,3 +136,18 @@ def test_what_says_nothing_changes_nothing(
     assert "weather" in tools
     result = [*STORY, {"role": "function", "name": None, "content": None}]
     assert post(agents, CHAT, messages=result).status_code == 200
+
+
+def test_a_choice_holds_where_the_functions_are_tools(
+    agents: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, _ = prompt_of(agents, caplog, CHAT, messages=STORY)
+    offered, _ = prompt_of(agents, caplog, CHAT, messages=STORY, tools=TOOLS)
+    for fields, expected in (
+        ({"function_call": "none"}, plain),
+        ({"function_call": "auto"}, offered),
+        ({"function_call": "none", "tool_choice": "auto"}, offered),
+    ):
+        prompt, _ = prompt_of(agents, caplog, CHAT, messages=STORY, tools=TOOLS, **fields)
+        assert prompt == expected
+    assert "weather" not in plain
