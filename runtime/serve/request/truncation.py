@@ -37,17 +37,17 @@ async def shortened(
     Args:
         encode: makes the prompt of some messages.
         context: tokens that a prompt may have.
-        answer: tokens of the answer; where messages go, there is room for it, up to a quarter of
-            the context.
+        answer: tokens of the answer, for which there is room, up to a quarter of the context; an
+            eighth where nobody says how many.
 
     Raises:
         TooLongError: what has to stay does not fit.
     """
-    found = await _fitting(encode, messages, context)
+    room = context - min(answer or context // USUAL_ROOM, context // MOST_ROOM)
+    found = await _fitting(encode, messages, room)
     if found is not None:
         return found, 0
     units = _droppable(messages)
-    room = context - min(answer or context // USUAL_ROOM, context // MOST_ROOM)
 
     async def without(steps: int, tokens: int) -> tuple[EncodedPrompt | None, int]:
         gone = {place for each in units if each.begin < steps * context for place in each.places}

@@ -62,9 +62,11 @@ def result(name: object, id: str, size: int = 100) -> dict[str, Any]:
     return said("tool", name, size, tool_call_id=id)
 
 
-def test_all_stay_where_they_fit() -> None:
+def test_all_stay_where_they_and_an_answer_fit() -> None:
     messages = [said("user", number) for number in range(5)]
-    assert kept(messages, 500, 400) == [0, 1, 2, 3, 4]
+    for answer, context in ((1, 501), (100, 600), (9999, 667), (None, 572)):
+        assert kept(messages, context, answer) == [0, 1, 2, 3, 4]
+        assert len(kept(messages, context - 2, answer)) < 5
 
 
 def test_the_oldest_go_first_and_leave_room_for_the_answer() -> None:
@@ -212,6 +214,14 @@ def test_a_long_session_is_answered(agents: Running, caplog: pytest.LogCaptureFi
     fields |= {"model": NAME, "truncation": "auto", "max_output_tokens": 4}
     counted = httpx2.post(f"{agents.url}{PATH}/input_tokens", json=fields).json()
     assert counted["input_tokens"] == usage
+
+
+def test_what_messages_that_go_would_leave_out_is_not_named(agents: Running) -> None:
+    long = [{"role": "user", "content": WORDS * 400}]
+    late = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    assert post(agents, PATH, input=[*late, *late]).headers[LEFT_OUT] == "place of system messages"
+    found = post(agents, PATH, input=[*long, *late], truncation="auto")
+    assert found.headers[LEFT_OUT] == "1 oldest messages"
 
 
 def test_short_ones_are_left_alone(agents: Running, caplog: pytest.LogCaptureFixture) -> None:
