@@ -26,7 +26,7 @@ WHERE = "function_call"
 
 
 class FunctionFields(Body):
-    """Them in a body."""
+    """`functions` and `function_call` in a body."""
 
     functions: Annotated[list[Function], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     function_call: Literal["auto", "none"] | FunctionName | None = None
