@@ -120,9 +120,11 @@ def check_key(path: str, headers: Headers, key: bytes) -> None:
         elif name == b"x-api-key":
             shown = value.strip()
     if not hmac.compare_digest(shown, key):
+        # OpenAI's words, by which LiteLLM tells a wrong key from a wrong request
+        wrong = "Incorrect API key provided" if shown else "no API key was provided"
         raise ApiError(
             401,
-            "a valid API key is needed: send `Authorization: Bearer KEY`",
+            f"{wrong}: send `Authorization: Bearer KEY`",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )

@@ -13,9 +13,17 @@ from tests.runtime.serve.conftest import Running, running
 def test_the_key_opens_and_nothing_else_does(server: Running) -> None:
     with running(server.model, api_key="sesame") as locked:
         url = f"{locked.url}/v1/models"
-        for headers in ({}, {"Authorization": "Bearer open"}, {"Authorization": "sesame"}):
+        none, wrong = "no API key was provided", "Incorrect API key provided"  # LiteLLM's word
+        for headers, words in (
+            ({}, none),
+            ({"Authorization": "sesame"}, none),
+            ({"Authorization": "Bearer open"}, wrong),
+            ({"x-api-key": "open"}, wrong),
+        ):
             found = httpx2.get(url, headers=headers)
-            assert (found.status_code, found.json()["error"]["code"]) == (401, "invalid_api_key")
+            error = found.json()["error"]
+            assert (found.status_code, error["code"]) == (401, "invalid_api_key")
+            assert error["message"] == f"{words}: send `Authorization: Bearer KEY`"
         for headers in ({"Authorization": "Bearer sesame"}, {"x-api-key": "sesame"}):
             assert httpx2.get(url, headers=headers).status_code == 200
         assert httpx2.get(f"{locked.url}/health").json()["auth"]
