@@ -12,7 +12,7 @@ from tests.lanes import in_commands, in_kernels, mark_lanes, runs_elsewhere
 
 @dataclass
 class Item:
-    """What is asked of a collected test."""
+    """A collected test, as far as lanes ask."""
 
     nodeid: str
     marks: list[pytest.Mark]

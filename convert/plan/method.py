@@ -47,7 +47,7 @@ class Method:
 
     @property
     def unrotated(self) -> "Method":
-        """The same steps without a rotation."""
+        """The method less its rotation."""
         return replace(self, rotate=False)
 
     def scale_rule(self, positive: bool = False) -> ScaleRule:

@@ -31,6 +31,15 @@ class WindowStates:
         return self.hidden, self.original
 
     @property
+    def only_learned(self) -> "WindowStates":
+        """The windows to learn from, without those held out."""
+        original = self.original[: self.learned]
+        same = self.hidden is self.original
+        return WindowStates(
+            original if same else self.hidden[: self.learned], original, self.learned
+        )
+
+    @property
     def holds_out(self) -> bool:
         """True if there are windows that nothing is learned from."""
         return self.learned < len(self.hidden)

@@ -139,10 +139,11 @@ def read_at(path: Path, offset: int, out: Tensor) -> None:
 
 def _read_pieces(path: Path, starts: Sequence[int], out: Tensor) -> None:
     """`read_at` of pieces of one size, which follow each other in `out`."""
-    view = out.view(len(starts), -1).view(torch.uint8).numpy()
+    view = out.view(-1).view(torch.uint8).numpy()
+    size = len(view) // len(starts)
     with reopen(path) as file:
-        for start, row in zip(starts, view, strict=True):
-            piece, size, done = row.data, len(row), 0
+        for start, row in zip(starts, view.reshape(len(starts), size), strict=True):
+            piece, done = row.data, 0
             while done < size:
                 part = piece[done : done + MOST_AT_ONCE]
                 count = os.preadv(file.fileno(), [part], start + done)

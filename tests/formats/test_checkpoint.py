@@ -184,6 +184,7 @@ def test_read_at(tmp_path: Path) -> None:
     out = torch.zeros(2, dtype=torch.int16)
     read_at(path, 3, out)
     assert out.tolist() == [0x0403, 0x0605]
+    read_at(path, 16, torch.zeros(0))
 
 
 def test_header_alone(folder: Path) -> None:

@@ -51,9 +51,7 @@ from lowbit.runtime.serve.request.body import (
 from lowbit.runtime.serve.request.contents import Content
 from lowbit.runtime.serve.request.forms import FormatFields, format_of
 from lowbit.runtime.serve.request.images import read_images
-from lowbit.runtime.serve.request.parts import (
-    SkippedPart,
-)
+from lowbit.runtime.serve.request.parts import SkippedPart
 from lowbit.runtime.serve.request.prepare import (
     Asked,
     can_switch_thinking,

@@ -311,7 +311,7 @@ class DrawFields(Body):
     seed: int | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """Them by the names of `SamplingParams`."""
+        """Their values by the names of `SamplingParams`."""
         drawn = {name: getattr(self, name) for name in DRAWN}
         if self.repetition_penalty is None:
             drawn["repetition_penalty"] = self.repeat_penalty

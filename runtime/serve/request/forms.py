@@ -143,7 +143,7 @@ class JsonSchemaFormat(Body):
 
 
 class FlatSchemaFormat(Body):
-    """The same as /v1/responses and /v1/messages have it."""
+    """`JsonSchemaFormat` in the form of /v1/responses and /v1/messages."""
 
     type: Literal["json_schema"]
     name: Ignored[str | None] = None

@@ -19,10 +19,7 @@ from lowbit.formats.text.worker import Ask, blocking
 from lowbit.runtime.engine.image_input import EncodedPrompt
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.serve.answers import Answers
-from lowbit.runtime.serve.errors import (
-    invalid,
-    of_lowbit,
-)
+from lowbit.runtime.serve.errors import invalid, of_lowbit
 from lowbit.runtime.serve.link.messages import Constraints
 from lowbit.runtime.serve.logs import Record
 from lowbit.runtime.serve.request.body import AnswerBody, ModelBody

@@ -128,3 +128,17 @@ def test_unchanged_inputs_are_passed_once() -> None:
     w = torch.randn(6, 8, generator=generator)
     factor = factorize(once.damped(DAMPINGS[0]))
     assert torch.equal(once.target(w, factor), twice.target(w, factor))
+
+
+def test_windows_to_learn_from_have_the_same_moments_alone() -> None:
+    layer, generator = one_linear(), torch.Generator().manual_seed(5)
+    hidden = torch.randn(8, 64, 8, generator=generator)
+    for original in (hidden, torch.randn(8, 64, 8, generator=generator)):
+        windows = WindowStates(hidden, original, 6)
+        expected, heldout = measure(layer, layer, "proj", windows, CPU, None)
+        found, none = measure(layer, layer, "proj", windows.only_learned, CPU, None)
+        assert heldout is not None
+        assert none is None
+        assert torch.equal(found.H, expected.H)
+        assert torch.equal(found.C, expected.C)
+        assert (found.C is found.H) == (expected.C is expected.H)

@@ -21,7 +21,7 @@ TOOL = {"name": "look", "parameters": {"type": "object", "properties": {}}}
 
 
 def rest_of(server: Running, prompt: str, count: int) -> Any:
-    """What the model says behind a text, without a server."""
+    """The model's text behind another one, without a server."""
     sampling = replace(server.model.defaults, temperature=0.0)
     return server.model.generate(prompt, sampling=sampling, max_new_tokens=count, raw=True)
 
