@@ -234,9 +234,10 @@ def test_a_process_that_is_killed_at_a_picture_ends_all(
             return pieces(tower, image)
 
         monkeypatch.setattr(VisionTower, "pieces", killing)
-        handles = [submit(model, given[n]) for n in ((0, 3) if beside else (3,))]
-        if beside:
-            next(handles[0])
+        handles = [submit(model, given[0])] if beside else []
+        for handle in handles:
+            next(handle)
+        handles.append(submit(model, given[3]))
         for handle in handles:
             with pytest.raises(ResourceError, match=ENDED):
                 handle.result()
