@@ -5,10 +5,11 @@ Run: python examples/benchmarks/bench_ranks.py [SIZE ...] [--ranks 1,2] [--toget
     [--folder DIR]
 A SIZE that `make_random_checkpoint` knows is written as a packed folder of random codes, in a
 temporary folder or in DIR; anything else is a folder. A line for each number of GPUs: seconds to
-load, tokens per second of so many greedy sequences after prompts of 64 tokens, milliseconds of a
-prompt, the weights and buffers on each GPU, and after how many tokens a greedy answer first
-differs from that of the first line. Models of random weights are indifferent to their inputs, so
-that these part soon.
+load, the most memory of the host that each process had until then (libraries count, the system's
+cache of files does not), tokens per second of so many greedy sequences after prompts of 64 tokens,
+milliseconds of a prompt, the weights and buffers on each GPU, and after how many tokens a greedy
+answer first differs from that of the first line. Models of random weights are indifferent to their
+inputs, so that these part soon.
 
 With --draft-with, two more columns: tokens per second of a sequence in rounds whose drafts are all
 right, made by the head or a drafter and then replaced by those of the known answer, and the steps
@@ -18,7 +19,7 @@ that such a round takes. `!` marks an answer that differs from the one without d
 import gc
 import tempfile
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,14 +111,35 @@ def round_rate(model: lowbit.Model, drafting: Drafts, most: int, plain: float) -
     return f"{rate:9,.0f} {steps:9.2f}{'' if same else ' !'}"
 
 
+def forget_peak() -> None:
+    """Let the peak of this process's memory begin anew, where the system can."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def host_peaks(model: lowbit.Model) -> str:
+    """GB that each process of a model has had of the host at most, the first rank's first."""
+    members = [] if model.crew is None else model.crew.members
+    names = ["self", *(str(member.process.pid) for member in members)]
+    return "+".join(f"{peak_bytes(name) / 1e9:.1f}" for name in names)
+
+
+def peak_bytes(process: str) -> int:
+    """Most resident memory that a process of Linux has had; 0 elsewhere."""
+    status = Path(f"/proc/{process}/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(each.split()[1]) << 10 for each in lines if each.startswith("VmHWM")), 0)
+
+
 def measured(
     folder: Path,
     ranks: int,
     together: tuple[int, ...],
     prompts: tuple[int, ...],
     options: lowbit.LoadOptions,
-) -> tuple[str, list[int]]:
-    """A line of figures, and a greedy answer."""
+) -> list[int]:
+    """Print a line of figures, each as soon as it is there, but for its end; a greedy answer."""
+    forget_peak()
     started = time.perf_counter()
     most = max(together)
     length = max(PROMPT + NEW, *prompts) + 24  # and the drafts of a round
@@ -130,22 +152,28 @@ def measured(
     )
     model = lowbit.load(folder, options)
     with closing(model):
-        load_s = time.perf_counter() - started
+        show(f"{ranks:>5} {time.perf_counter() - started:7.1f} {host_peaks(model):>9}")
         drafting, model.engine.drafting = model.engine.drafting, None
         answer = list(model.engine.generate(ids_of(PROMPT, 0), GREEDY, NEW))
-        cells = [f"{ranks:>5} {load_s:7.1f}"]
-        cells += [f"{together_rate(model, count):9,.0f}" for count in together]
-        cells += [f"{prompt_ms(model, count):9.1f}" for count in prompts]
+        for count in together:
+            show(f"{together_rate(model, count):9,.0f}")
+        for count in prompts:
+            show(f"{prompt_ms(model, count):9.1f}")
         if isinstance(drafting, Drafts):
             plain = together_rate(model, 1)
-            cells.append(round_rate(model, drafting, options.draft_tokens or 1, plain))
-        cells.append(f"{torch.cuda.max_memory_allocated() / 1e9:7.1f}")
+            show(round_rate(model, drafting, options.draft_tokens or 1, plain))
+        show(f"{torch.cuda.max_memory_allocated() / 1e9:7.1f}")
     del model, drafting
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    return " ".join(cells), answer
+    return answer
+
+
+def show(cell: str) -> None:
+    """Print a cell of a line that goes on."""
+    print(cell, end=" ", flush=True)
 
 
 def numbers(_context: object, _option: object, text: str) -> tuple[int, ...]:
@@ -183,17 +211,21 @@ def main(
     names += [f"{drafts} drafts", "steps"] if draft_with else []
     mode: Mode = "off" if draft_with is None else "mtp" if draft_with == "head" else "dflash"
     for size in sizes or ("8B",):
-        print(f"{size}\n GPUs  load s " + " ".join(f"{name:>9}" for name in names) + "      GB")
         with tempfile.TemporaryDirectory(dir=folder) as place:
             path = Path(size)
             drafter = Path(draft_with) if draft_with and mode == "dflash" else None
             if size in SIZES or size in HYBRID_SIZES:
                 path, config = Path(place) / "model", config_of(size)
                 head = {"mtp_num_hidden_layers": 1} if mode == "mtp" else {}
-                write(config | head, path, packed=recipe)
+                started = time.perf_counter()
+                written = write(config | head, path, packed=recipe)
+                took = time.perf_counter() - started
+                print(f"{size}: {written / 1e9:.1f} GB written in {took:.0f} s", flush=True)
                 if draft_with == "dflash":
                     drafter = Path(place) / "drafter"
                     write(drafter_of(config), drafter, packed=recipe)
+            columns = " ".join(f"{name:>9}" for name in ("host GB", *names))
+            print(f"{size}\n GPUs  load s {columns}      GB", flush=True)
             options = lowbit.LoadOptions(
                 device=device,
                 activations=activations,
@@ -203,11 +235,11 @@ def main(
             )
             first: list[int] | None = None
             for count in ranks:
-                line, answer = measured(path, count, together, prompts, options)
+                answer = measured(path, count, together, prompts, options)
                 first = first or answer
                 pairs = zip(first, answer, strict=True)
                 same = next((at for at, (a, b) in enumerate(pairs) if a != b), NEW)
-                print(f"{line}  same {same}", flush=True)
+                print(f" same {same}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,15 @@ lowbit-run bench random-1.7b-int4
 With `--packed int4` it is a packed one of random codes and scales, which takes seconds.
 
 Sizes: Qwen3 as `1.7B`, Qwen3.5 as `3.5-2B` (no MTP head; a BF16 vision tower with `--tower`),
-mixtures of experts as `30B-A3B` and `3.5-35B-A3B`; `--layers 4` writes the first layers alone.
+mixtures of experts as `30B-A3B`, `3.5-35B-A3B` and `3.5-122B-A10B`; `--layers 4` writes the first
+layers alone.
 """
 
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from lowbit.formats.layout.packing import PACKED, SHAPE, packed_shapes
 from lowbit.formats.layout.quantization_config import write_quantization_config
 from lowbit.formats.layout.recipes import BITS_BY_ROLE, Base, base_schemes
 from lowbit.formats.layout.scheme import Scheme
-from lowbit.formats.safetensors.shards import index_json, lay_out
+from lowbit.formats.safetensors.shards import Shard, index_json, lay_out
 
 # hidden_size, intermediate_size, layers, query heads, key/value heads, head tied to the embedding
 SIZES = {
@@ -48,9 +51,14 @@ HYBRID_SIZES = {
     "3.5-9B": (4096, 12288, 32, 16, 4, 32, False),
     "3.5-27B": (5120, 17408, 64, 24, 4, 48, False),
     "3.5-35B-A3B": (2048, 512, 40, 16, 2, 32, False),
+    "3.5-122B-A10B": (3072, 1024, 48, 32, 2, 64, False),
 }
 # experts, width of one, width of the shared one
-EXPERTS = {"30B-A3B": (128, 768, None), "3.5-35B-A3B": (256, 512, 512)}
+EXPERTS = {
+    "30B-A3B": (128, 768, None),
+    "3.5-35B-A3B": (256, 512, 512),
+    "3.5-122B-A10B": (256, 1024, 1024),
+}
 # width, width of the MLP, layers and heads of a vision tower
 TOWERS = {
     "3.5-0.8B": (768, 3072, 12, 12),
@@ -59,6 +67,7 @@ TOWERS = {
     "3.5-9B": (1152, 4304, 27, 16),
     "3.5-27B": (1152, 4304, 27, 16),
     "3.5-35B-A3B": (1152, 4304, 27, 16),
+    "3.5-122B-A10B": (1152, 4304, 27, 16),
 }
 IMAGES = {  # as in the folders of Qwen3.5
     "size": {"longest_edge": 16777216, "shortest_edge": 65536},
@@ -94,6 +103,7 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 POOL = 1 << 26  # random numbers drawn once; every tensor takes a stretch of them
+WRITERS = 8  # threads, each with a shard: one copies some 2 GB a second into the system's cache
 
 
 def config_of(size: str) -> dict[str, Any]:
@@ -288,19 +298,39 @@ def write(
         towers = vision_shapes(vision).items()
         stored += [(VISUAL + name, torch.bfloat16, shape) for name, shape in towers]
     shards = lay_out(stored, 4_000_000_000)
-    for shard in shards:
-        with (out / shard.file).open("wb") as file:
-            file.write(shard.header)
-            for number, info in enumerate(shard.tensors):
-                if info.name.endswith(SHAPE):
-                    file.write(torch.tensor(shapes[info.name]).view(torch.uint8).numpy().data)
-                    continue
-                numbers = words if info.name.endswith(PACKED) else pool
-                for part in stretches(numbers, number * 7919 * 2, info.nbytes):
-                    file.write(part.numpy().data)
+    with ThreadPoolExecutor(WRITERS) as threads:
+        fill = partial(write_shard, out, words=words, pool=pool, shapes=shapes)
+        list(threads.map(fill, shards))
     if len(shards) > 1:
         (out / "model.safetensors.index.json").write_text(json.dumps(index_json(shards)))
     return sum(shard.size for shard in shards)
+
+
+def write_shard(
+    out: Path,
+    shard: Shard,
+    words: torch.Tensor,
+    pool: torch.Tensor,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Write a shard of a folder.
+
+    Args:
+        out: the folder.
+        shard: of `lay_out`.
+        words: [bytes] uint8, stretches of which are codes.
+        pool: [bytes] uint8, stretches of which are all other numbers.
+        shapes: content of the tensors that hold the shape of a packed linear, by name.
+    """
+    with (out / shard.file).open("wb") as file:
+        file.write(shard.header)
+        for number, info in enumerate(shard.tensors):
+            if info.name.endswith(SHAPE):
+                file.write(torch.tensor(shapes[info.name]).view(torch.uint8).numpy().data)
+                continue
+            numbers = words if info.name.endswith(PACKED) else pool
+            for part in stretches(numbers, number * 7919 * 2, info.nbytes):
+                file.write(part.numpy().data)
 
 
 def write_files(config: Mapping[str, Any], out: Path, tokens: Path | None = None) -> None:
