@@ -1,12 +1,14 @@
 """Engines of random weights, which benchmarks measure, are built as `load` builds a folder's."""
 
 import importlib
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lowbit.runtime as lowbit
+from lowbit.formats.architectures import tensor_table
 from lowbit.formats.layout.scheme import Scheme
 
 SCRIPTS = Path(__file__).parents[1] / "examples" / "benchmarks"
@@ -75,17 +77,32 @@ def test_mixes_of_bits_have_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> N
         assert sum(bench.ways_of(mix, "exact", 16).values()) == pytest.approx(1)
 
 
+def test_the_largest_size_has_the_weights_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    config = importlib.import_module("make_random_checkpoint").config_of("3.5-122B-A10B")
+    every = chosen = 0
+    for spec in tensor_table(config):
+        every += prod(spec.shape)
+        chosen += 0 if spec.role == "expert" and ".experts." in spec.name else prod(spec.shape)
+    chosen += (every - chosen) * config["num_experts_per_tok"] // config["num_experts"]
+    assert every == pytest.approx(122e9, rel=0.002)
+    assert chosen == pytest.approx(10e9, rel=0.05)
+
+
 def test_packed_checkpoints_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Codes that `make_random_checkpoint --packed` writes are a folder like any other."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     checkpoints = importlib.import_module("make_random_checkpoint")
     monkeypatch.setattr(checkpoints, "POOL", 1 << 16)
+    lay_out = checkpoints.lay_out
+    monkeypatch.setattr(checkpoints, "lay_out", lambda stored, _limit: lay_out(stored, 300_000))
     given = checkpoints.config_of("8B")
     config = {**given, **{name: value for name, value in SMALL.items() if name in given}}
     config.pop("bos_token_id", None)
     tokenizer = checkpoints.tokenizer
     monkeypatch.setattr(checkpoints, "tokenizer", lambda _tokens: tokenizer(300))
     checkpoints.write(config, tmp_path / "model", packed="int4")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
     model = lowbit.load(tmp_path / "model", device="cpu", context=64)
     assert len(list(model.engine.generate([1, 2, 3], lowbit.SamplingParams(), 4))) == 4
     model.close()
