@@ -4,11 +4,16 @@ python examples/maintenance/measure_drafters.py examples/models/tiny-qwen3.5 hea
 
 All drafts of a block are checked in every round, whatever that costs, so the figures do not depend
 on the machine. Prompts are from the end of a bundled text, of which train_tiny_drafter.py trains on
-the beginning.
+the beginning; or lines of a file, which the model answers through its chat template:
+
+python examples/maintenance/measure_drafters.py coder-int4 drafter --prompts code.jsonl \\
+    --device cuda --answer 256
 """
 
+import json
 import tempfile
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +38,37 @@ TRAINED_ON = 0.8  # of the bundled text; the rest begins the texts that are meas
 MEASURED, PROMPT, ANSWER = 16, 24, 64  # texts, and tokens of each
 GREEDY, DRAWN = SamplingParams(), SamplingParams(0.8, top_p=0.95, seed=1)
 Misreading = Literal["layer", "place"]
+ALONE = {"cuda": {"max_sequences": 1}}  # sequences share the drafts of a round there
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Prompts that are measured, and where."""
+
+    prompts: tuple[str, ...] = ()  # for the chat template; none for parts of the bundled text
+    texts: int = MEASURED  # parts of it
+    answer: int = ANSWER  # tokens of an answer, or most of them
+    device: str = "cpu"
+
+    @property
+    def context(self) -> int:
+        """Room for a prompt and its answer."""
+        return self.answer + (1024 if self.prompts else 4 * PROMPT)
+
+    def requests(self, model: Model, params: SamplingParams) -> Iterator[Request]:
+        """Requests to a model; behind a chat template the model ends its answers."""
+        if self.prompts:
+            for prompt in self.prompts:
+                ids = model.encode(prompt)
+                yield model.request(ids, sampling=params, max_new_tokens=self.answer)
+            return
+        ids = model.tokenizer.encode(STORIES.read_text(), framed=False)
+        first = int(TRAINED_ON * len(ids))
+        for start in range(first, len(ids) - PROMPT, (len(ids) - first) // self.texts):
+            yield Request(tuple(ids[start : start + PROMPT]), params, self.answer)
+
+
+BUNDLED = Asked()
 
 
 class OneLayerOff(Blocks):
@@ -74,22 +110,19 @@ def measured(
     drafter: Path,
     params: SamplingParams = GREEDY,
     how: Misreading | None = None,
-    texts: int = MEASURED,
+    asked: Asked = BUNDLED,
 ) -> float:
     """Tokens a round of a drafter for the model FOLDER, with all drafts of its blocks."""
-    sizes = {"context": 4 * PROMPT + ANSWER, "draft_tokens": 7}
-    model = load(folder, device="cpu", speculate="dflash", drafter=drafter, **sizes)  # type: ignore[arg-type]
+    sizes: Any = {"context": asked.context, "draft_tokens": 7, **ALONE.get(asked.device, {})}
+    model = load(folder, device=asked.device, speculate="dflash", drafter=drafter, **sizes)
     drafting = model.engine.drafting
     if isinstance(drafting, Drafts):
         start: dict[Kind, float] = {"plain": 1.0, "given": 1.0, "made": 1.0}
         drafting.policy.costs = StepCosts(start, dict.fromkeys(start, 0.0))
     if how is not None:
         misread(model, how)
-    ids = model.tokenizer.encode(STORIES.read_text(), framed=False)
-    first, tally = int(TRAINED_ON * len(ids)), Tally()
-    starts = range(first, len(ids) - PROMPT, (len(ids) - first) // texts)
-    prompts = [tuple(ids[start : start + PROMPT]) for start in starts]
-    for handle in [model.engine.submit(Request(each, params, ANSWER)) for each in prompts]:
+    tally = Tally()
+    for handle in [model.engine.submit(each) for each in asked.requests(model, params)]:
         handle.result()
         tally.add(handle.tally)
     return tally.tokens_a_round or 0.0
@@ -98,8 +131,18 @@ def measured(
 @click.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("drafters", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path))
-def main(folder: Path, drafters: tuple[Path, ...]) -> None:
+@click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--answer", default=ANSWER, show_default=True, help="Most tokens of an answer.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+def main(
+    folder: Path, drafters: tuple[Path, ...], prompts: Path | None, answer: int, device: str
+) -> None:
     """Print tokens a round of DRAFTERS for the target model FOLDER."""
+    lines = prompts.read_text("utf-8").splitlines() if prompts else []
+    own = tuple(json.loads(line)["prompt"] for line in lines)
+    whole, half = (
+        Asked(own[: len(own) // part], MEASURED // part, answer, device) for part in (1, 2)
+    )
     click.echo(
         "| drafter | greedy | drawn at 0.8 | greedy, drafter in INT4 | read one layer off "
         "| read one place off |\n|---|---|---|---|---|---|"
@@ -108,10 +151,10 @@ def main(folder: Path, drafters: tuple[Path, ...]) -> None:
         with tempfile.TemporaryDirectory() as place:
             packed = Path(place) / "packed"
             lowbit.convert.convert(drafter, packed, lowbit.convert.Request())
-            found = [measured(folder, drafter, params) for params in (GREEDY, DRAWN)]
-            found.append(measured(folder, packed))
+            found = [measured(folder, drafter, params, None, whole) for params in (GREEDY, DRAWN)]
+            found.append(measured(folder, packed, asked=whole))
         ways: tuple[Misreading, ...] = ("layer", "place")
-        found += [measured(folder, drafter, GREEDY, how, MEASURED // 2) for how in ways]
+        found += [measured(folder, drafter, GREEDY, how, half) for how in ways]
         click.echo(f"| {drafter.name} | {' | '.join(f'{each:.2f}' for each in found)} |")
 
 

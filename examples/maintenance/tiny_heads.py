@@ -66,6 +66,7 @@ class Gain(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * self.weight
 
 
