@@ -112,8 +112,8 @@ def test_a_drafter_is_trained_on_answers_and_drafts(tmp_path: Path) -> None:
     done = started("train_drafter", run)
     assert done.exit_code == 0, done.output
     sizes = ("--batch", "4", "--anchors", "4", "--layers", "1", "--minutes", "0.1")
-    run = ("train", str(model), str(texts), str(out), "--held-out", str(texts), *sizes)
-    done = started("train_drafter", (*run, "--device", "cpu"))
+    more = ("train", str(model), str(texts), str(out), "--held-out", str(texts), *sizes)
+    done = started("train_drafter", (*more, "--device", "cpu"))
     assert done.exit_code == 0, done.output
     assert "t: " in done.output
     measured = (str(model), str(out), "--prompts", str(prompts), "--answer", "12")

@@ -108,7 +108,7 @@ def sizes_of(config: dict[str, Any], layers: int) -> Sizes:
     """Sizes of a drafter whose layers are as wide as the target's."""
     text = config.get("text_config", config)
     h, heads, depth = (
-        text[f"{name}"] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+        text[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
     last, count = max(1, depth - 3), TAPPED - 1
     taps = sorted({round(1 + at * (last - 1) / count) for at in range(TAPPED)})
@@ -139,7 +139,7 @@ class HeadLoss(torch.autograd.Function):
             weight: [M] FP32.
         """
         total, gradient = weight.new_zeros(()), torch.empty_like(hidden)
-        parts = (each.split(ROWS) for each in (hidden, final, weight, gradient))
+        parts = (torch.split(each, ROWS) for each in (hidden, final, weight, gradient))
         for own, right, share, out in zip(*parts, strict=True):
             aim = (right.to(head.dtype) @ head.T).float().div_(TEMPERATURE).softmax(-1)
             logs = (own.to(head.dtype) @ head.T).float().log_softmax(-1)
@@ -200,12 +200,14 @@ class Trained:
     def tokens_a_round(self, texts: Texts, batch: int, anchors: int) -> float:
         """Tokens of a round where the likeliest drafts meet the tokens of texts."""
         total, count, head = 0.0, 0, self.target.lm_head.weight
-        for chosen in torch.arange(len(texts.lengths), device=self.device).split(batch):
+        for chosen in torch.split(torch.arange(len(texts.lengths), device=self.device), batch):
             prompts, lengths = texts.prompts[chosen], texts.lengths[chosen]
             share = (torch.arange(anchors, device=self.device) + 0.5) / anchors
             at = (prompts[:, None] + share * (lengths - 1 - prompts)[:, None]).long()
             hidden, _, right, known = self.blocks(texts.batch(chosen), at, lengths)
-            drafts = [(each.to(head.dtype) @ head.T).argmax(-1) for each in hidden.split(ROWS)]
+            drafts = [
+                (each.to(head.dtype) @ head.T).argmax(-1) for each in torch.split(hidden, ROWS)
+            ]
             hits = (torch.cat(drafts).view_as(right) == right) & known
             total += float(hits.long().cumprod(-1).sum())
             count += at.numel()
@@ -217,7 +219,7 @@ def batches(texts: Texts, size: int, generator: torch.Generator) -> Iterator[Ten
     lengths = texts.lengths.cpu()
     while True:
         order = (lengths + 16 * torch.rand(len(lengths), generator=generator)).argsort()
-        parts = [each for each in order.split(size) if len(each) == size] or [order]
+        parts = [each for each in torch.split(order, size) if len(each) == size] or [order]
         for number in torch.randperm(len(parts), generator=generator).tolist():
             yield parts[number].to(texts.lengths.device)
 
