@@ -25,6 +25,7 @@ from lowbit.formats.layout.scheme import Scheme
 
 BLOCK = 128  # columns whose changes are applied to all others at once
 SWEEPS = 2  # over the columns, when codes are polished
+SOLVED = 1024  # columns of a triangular matrix that is inverted by solving
 RIDGE = 1e-6  # of the diagonal, where a row's groups are refitted together
 
 
@@ -63,14 +64,29 @@ def factorize(H: Tensor) -> Factor:
         if failed:
             continue
         # In the order itself H = R R^T with R upper triangular, so U = R^-1.
-        R = lower.flip(0, 1)
-        one = torch.eye(len(H), dtype=dtype, device=H.device)
-        U = torch.linalg.solve_triangular(R, one, upper=True).to(torch.float32)
-        return Factor(H, order, U.contiguous())
+        return Factor(H, order, _inverse(lower.flip(0, 1)).to(torch.float32).contiguous())
     raise QuantizationError(
         "the second moments of a linear's input are not positive definite",
         hint="calibrate on more text",
     )
+
+
+def _inverse(R: Tensor) -> Tensor:
+    """The inverse of an upper triangular matrix, by halves: [K, K].
+
+    So most of it is products of matrices, of a third of the multiplications that solving for the
+    columns of the identity takes.
+    """
+    K = len(R)
+    if K <= SOLVED:
+        one = torch.eye(K, dtype=R.dtype, device=R.device)
+        return torch.linalg.solve_triangular(R, one, upper=True)
+    half = K // 2
+    out = torch.zeros_like(R, memory_format=torch.contiguous_format)
+    first, second = _inverse(R[:half, :half]), _inverse(R[half:, half:])
+    out[:half, :half], out[half:, half:] = first, second
+    out[:half, half:] = (first @ R[:half, half:].contiguous() @ second).neg_()
+    return out
 
 
 def compensated_codes(w: Tensor, scale: Tensor, scheme: Scheme, factor: Factor) -> Tensor:

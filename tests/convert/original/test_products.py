@@ -75,6 +75,7 @@ def test_calls_with_other_arguments_are_left_to_pytorch(monkeypatch: pytest.Monk
         "alpha": (lambda: bias.repeat(6, 1).addmm_(x, weight.T, alpha=-2), True),
         "beta": (lambda: bias.repeat(6, 1).addmm_(x, weight.T, beta=0.5), False),
         "few columns": (lambda: x[:, :8] @ weight.T[:8], False),
+        "little work": (lambda: x[:5] @ weight.T, False),
         "matrices": (lambda: bias.repeat(6, 1).addmm_(mat1=x, mat2=weight.T), False),
     }
     plain = {name: call() for name, (call, _) in calls.items()}
@@ -84,8 +85,13 @@ def test_calls_with_other_arguments_are_left_to_pytorch(monkeypatch: pytest.Monk
         made.append(a)
         return a.float() @ b.float()
 
+    def multiply_onto(out: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+        return out.add_(multiply(a, b), alpha=alpha)
+
     monkeypatch.setattr(products, "_multiply", multiply)
+    monkeypatch.setattr(products, "_multiply_onto", multiply_onto)
     monkeypatch.setattr(products, "LEAST_INNER", 9)
+    monkeypatch.setattr(products, "LEAST_WORK", 6 * 9 * 4)
     monkeypatch.setattr(Tensor, "is_cuda", True)
     for name, (call, taken) in calls.items():
         made.clear()
@@ -96,7 +102,8 @@ def test_calls_with_other_arguments_are_left_to_pytorch(monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
-def test_products_on_a_gpu_are_finer_than_tf32() -> None:
+def test_products_on_a_gpu_are_finer_than_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "LEAST_WORK", 1)
     x, weight = (torch.randn(rows, 4096, device="cuda") for rows in (96, 80))
     bias = torch.randn(80, device="cuda")
     exact = x.double() @ weight.double().T

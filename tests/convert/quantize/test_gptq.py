@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.convert.quantize import gptq
 from lowbit.convert.quantize.gptq import (
     Factor,
     compensated_codes,
@@ -83,6 +84,19 @@ def test_the_factor_is_that_of_the_inverse(damping: float) -> None:
     solved = torch.linalg.solve(H.double(), rows.double().T).T
     error = (factor.solve(rows).double() - solved).norm() / solved.norm()
     assert float(error) < 1.5 * FACTOR_ERROR[damping]
+
+
+@pytest.mark.parametrize("K", [1, 2, 7, 96, 129])
+def test_an_inverse_by_halves_is_as_near_as_by_solving(
+    K: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    R = torch.linalg.cholesky(problem(1, K)[2].damped(0.01)).T.contiguous()
+    exact = torch.linalg.inv(R.double())
+    for solved, near in ((K, 1e-6), (2, 2e-6), (1, 2e-6)):
+        monkeypatch.setattr(gptq, "SOLVED", solved)
+        found = gptq._inverse(R)
+        assert torch.equal(found, found.triu())
+        assert (found - exact).norm() < near * exact.norm()
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
