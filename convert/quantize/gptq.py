@@ -80,7 +80,8 @@ def _inverse(R: Tensor) -> Tensor:
     K = len(R)
     if K <= SOLVED:
         one = torch.eye(K, dtype=R.dtype, device=R.device)
-        return torch.linalg.solve_triangular(R, one, upper=True)
+        solved: Tensor = torch.linalg.solve_triangular(R, one, upper=True)
+        return solved
     half = K // 2
     out = torch.zeros_like(R, memory_format=torch.contiguous_format)
     first, second = _inverse(R[:half, :half]), _inverse(R[half:, half:])

@@ -59,16 +59,16 @@ def rounding(w: TiledLinear) -> TiledLinear:
     return replace(w, activations="int8", bounds=tile_bounds(w))
 
 
-def places_of(w: TiledLinear, tokens: int) -> Blocks:
+def places_of(w: TiledLinear, tokens: int, sixteens: bool = False) -> Blocks:
     """Places of x in blocks of so many tokens."""
-    return token_blocks(w.K, activation_group(w.group_size, w.K), tokens)
+    return token_blocks(w.K, activation_group(w.group_size, w.K), tokens, sixteens=sixteens)
 
 
 def launches_of(w: TiledLinear, x: Tensor) -> Iterator[tuple[object, Callable[..., Tensor]]]:
     """Launches that the weight has room for, with their product of x, which is ready."""
     yield from streams_of(w, x)
     for launch, _ in LAUNCHES:
-        places = places_of(w, launch.tokens)
+        places = places_of(w, launch.tokens, launch.sixteens)
         if launch.tokens > max(16, len(x)) or places.STEPS % launch.steps:
             continue
         blocks = quantize(x, w.bits, places)

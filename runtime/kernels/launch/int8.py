@@ -31,6 +31,11 @@ class Int8Launch:
         """Warps of a program."""
         return 4 * self.row_groups
 
+    @property
+    def sixteens(self) -> bool:
+        """True if scales of 16 tokens lie as lanes read them: see `linear.program.Blocks`."""
+        return self.sets == 1
+
 
 @dataclass(frozen=True, slots=True)
 class Int8Shared:

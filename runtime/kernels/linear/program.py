@@ -94,17 +94,27 @@ class Blocks:
     SIZE: int  # of a block's step
     BLOCKS: int  # of 256 elements of a token, whose squares are summed
     BOUNDS: int  # of a row, the largest of which counts: programs that each take some of its blocks
+    # Whether scales of 16 tokens lie as a row of four lanes reads them: for lane t those of tokens
+    # 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 side by side.
+    SIXTEENS: bool
 
 
 @cache
-def token_blocks(K: int, group: int, tokens: int, bounds: int = 1) -> Blocks:
+def token_blocks(
+    K: int, group: int, tokens: int, bounds: int = 1, sixteens: bool = False
+) -> Blocks:
     """Places of x in eight bits for blocks of so many tokens; group: of `activation_group`.
 
-    bounds: programs that share a row; one where it is normed.
+    bounds: programs that share a row; one where it is normed. sixteens: see `Blocks`.
+
+    Raises:
+        ValueError: sixteens of another number of tokens.
     """
-    scales = tokens * STEP_K.value
+    if sixteens and tokens % 16:
+        raise ValueError(f"{tokens} tokens are not whole sixteens")
+    scales, steps = tokens * STEP_K.value, -(-K // STEP_K.value)
     size = scales + STEP_K.value // group * tokens * 4
-    return Blocks(K, group, tokens, -(-K // STEP_K.value), scales, size, blocks_of(K), bounds)
+    return Blocks(K, group, tokens, steps, scales, size, blocks_of(K), bounds, sixteens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

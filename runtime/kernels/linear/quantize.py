@@ -109,8 +109,10 @@ def arranged(q: Tensor, s: Tensor, bits: int, places: Blocks) -> Tensor:
     for t in range(T):
         out[:, t][:, :, [c ^ t % 8 for c in range(8)]] = rows[:, t]
     out = out.permute(2, 0, 1, 3, 4).reshape(steps, blocks, -1).view(torch.uint8)
-    scales = scales.view(blocks, T, steps, -1).permute(2, 0, 3, 1).contiguous()
-    scales = scales.view(steps, blocks, -1)
+    scales = scales.view(blocks, T, steps, -1).permute(2, 0, 3, 1)
+    if places.SIXTEENS:
+        scales = scales.unflatten(-1, (-1, 2, 4, 2)).transpose(-2, -3).flatten(-4)
+    scales = scales.reshape(steps, blocks, -1).contiguous()
     return torch.cat((out, scales.view(torch.uint8)), -1)
 
 
@@ -368,7 +370,10 @@ def _store_chunk(out_ptr, codes, scale, row, chunk, lane, blocks, X: gl.constexp
     store8(out + at.to(gl.int64), (first, second), step < X.STEPS)
     starts = (step < X.STEPS) & (chunk % (X.GROUP // 8) == 0)
     group = chunk % CHUNKS // (X.GROUP // 8)
-    word = base // 4 + (X.SCALES // 4 + group * X.TOKENS + own).to(gl.int64)
+    place = own
+    if X.SIXTEENS:
+        place = own // 16 * 16 + own // 2 % 4 * 4 + own // 8 % 2 * 2 + own % 2
+    word = base // 4 + (X.SCALES // 4 + group * X.TOKENS + place).to(gl.int64)
     gl.store(out_ptr + word, scale, mask=starts)
 
 

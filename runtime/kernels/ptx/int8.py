@@ -69,12 +69,16 @@ def steps_code(columns, plan):
     given = 2 * count
     ring, ring_scales, desc, scales_at, full, parity = (f"${given + i}" for i in range(6))
     size = _scale_words(kind)
-    lines = ["{", ".reg .b64 at;", ".reg .pred more, first, done;", ".reg .f32 x0, x1, t<4>, v;"]
-    lines += [f".reg .b32 u, r<{size * groups}>;"]
+    lines = ["{", ".reg .b64 at;", ".reg .pred more, first, done;", ".reg .f32 x<4>, t<4>, v;"]
+    lines += [f".reg .b32 base, u, r<{size * groups}>;"]
     for s in range(sets):
         lines.append(f".reg .b32 d{s}_<{own}>, a{s}_<16>, w{s}_<{each}>;")
         lines.append(f".reg .f32 s{s}_<{2 * groups}>;")
     lines += ["setp.ne.b32 more, 1, 0;", "setp.ne.b32 first, 0, 0;"]
+    # What `redux` gives lies in a register of the warp, where wgmma wants its descriptors: added to
+    # lane by lane, each of them would have to be moved there. With two sets that was no faster.
+    same = "redux.sync.min.u32 base, {}, 0xffffffff;" if sets == 1 else "mov.b32 base, {};"
+    lines.append(same.format(desc))
     tasks = [
         (j, g, c) for j in range(steps) for g in range(groups) for c in range(columns // chunk)
     ]  # step, group, chunk of columns
@@ -106,7 +110,7 @@ def steps_code(columns, plan):
         lines.append("wgmma.fence.sync.aligned;")
         for q in range(4 // groups):
             k = g * (4 // groups) + q
-            lines.append(f"add.s32 u, {desc}, {(j * stage + c * chunk * 128) // 16 + 2 * k};")
+            lines.append(f"add.s32 u, base, {(j * stage + c * chunk * 128) // 16 + 2 * k};")
             lines.append("mov.b64 at, {u, 0x40000040};")  # see `ptx.wgmma.descriptor`
             lines.append(
                 f"wgmma.mma_async.sync.aligned.m64n{chunk}k32.s32.s8.s8 {{{', '.join(d)}}}, "
@@ -117,16 +121,24 @@ def steps_code(columns, plan):
     def end(n):  # scale a task's sums, and add them
         j, g, c = tasks[n]
         p = j % sets
+        each = 2 if plan.X.SIXTEENS else 1  # eights of tokens whose scales a lane loads together
         for i in range(chunk // 8):
-            offset = j * stage + (g * tokens + c * chunk + 8 * i) * 4
-            lines.append(f"ld.shared.v2.f32 {{x0, x1}}, [{scales_at} + {offset}];")
+            eight = c * chunk // 8 + i
+            first = 2 * (eight % each)  # of x
+            if i == 0 or first == 0:
+                names = [
+                    f"x{k}" for k in range(first, 2 * min(each, eight % each + chunk // 8 - i))
+                ]
+                offset = j * stage + (g * tokens + eight // each * each * 8 + first) * 4
+                loads = f"{{{', '.join(names)}}}, [{scales_at} + {offset}];"
+                lines.append(f"ld.shared.v{len(names)}.f32 {loads}")
             for e in range(4):
                 t = f"t{e}"
                 r, y = f"d{n % sets}_{4 * i + e}", f"${c * own + 4 * i + e}"
                 s = 2 * g + e // 2
                 lines.append(f"cvt.rn.f32.s32 v, {r};")
                 lines.append(f"mul.rn.f32 {t}, v, s{p}_{s};")
-                lines.append(f"fma.rn.f32 {y}, {t}, x{e % 2}, {y};")
+                lines.append(f"fma.rn.f32 {y}, {t}, x{first + e % 2}, {y};")
 
     for n in range(len(tasks)):
         j, g, c = tasks[n]
@@ -160,9 +172,9 @@ def multiply_scaled(
 
     ring: address of the lane's words in the first step's slot, which its last AHEAD batches of
     copies fill; ring_scales: where the lane's scales of the step would lie without words. PLAN says
-    how slots and stages follow. descriptor: lower word of that of q in the first step's stage;
-    scales_at: address of the lane's first token scale there; full: the barrier of the turn's x, of
-    whose phase `parity` is the parity.
+    how slots and stages follow. descriptor: lower word of that of q in the first step's stage, plus
+    the lane where there is one set of sums; scales_at: address of the lane's first token scale
+    there; full: the barrier of the turn's x, of whose phase `parity` is the parity.
     """
     COLUMNS: gl.constexpr = 2 * len(sums)
     return gl.inline_asm_elementwise(

@@ -70,6 +70,23 @@ def test_codes_and_scales(randn: Randn, M: int, K: int, group: int, tokens: int,
     check(x, quantize(x, bits, token_blocks(K, group, tokens)), bits, group, tokens)
 
 
+@pytest.mark.parametrize(("tokens", "group"), [(16, 128), (64, 32)])
+def test_scales_of_sixteens_lie_as_lanes_read_them(randn: Randn, tokens: int, group: int) -> None:
+    K, x = 512, randn(70, 512)
+    places = token_blocks(K, group, tokens, sixteens=True)
+    made = quantize(x, 4, places)
+    expected = arranged(*quantize_activations(x, group), 4, places)
+    rows = 70 - 70 % tokens  # those of padding repeat the last one
+    own = made.view(torch.uint8)[: expected.numel()].view(expected.shape)
+    blocks = rows // tokens
+    assert torch.equal(own[:, :blocks], expected[:, :blocks])
+    scales = quantize_activations(x, group)[1][:tokens, 0]
+    lane = own[0, 0, places.SCALES :][16:32].view(torch.float32)  # the second one's
+    assert torch.equal(lane, scales[[2, 3, 10, 11]])
+    with pytest.raises(ValueError, match="sixteens"):
+        token_blocks(K, group, 8, sixteens=True)
+
+
 @pytest.mark.parametrize(("K", "programs"), [(4160, 2), (10240, 3), (12544, 4)])
 def test_programs_that_share_a_row_leave_a_bound_each(randn: Randn, K: int, programs: int) -> None:
     x = randn(3, K) * torch.logspace(-6, 6, 3).to(randn(1))[:, None]

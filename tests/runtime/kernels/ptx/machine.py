@@ -190,6 +190,9 @@ def arithmetic(warp: Warp, name: str, given: list[str]) -> Value | None:
             return values[0] + values[1]
         case "setp.ne.b32":
             return np.not_equal(values[0], values[1])
+        case "redux.sync.min.u32":
+            assert (values[1] == 0xFFFFFFFF).all(), "not all lanes take part"
+            return np.full(LANES, values[0].min())
         case "cvt.rn.f32.s32":
             return bits_of(values[0].astype(np.uint32).view(np.int32))
         case "cvt.f32.f16":

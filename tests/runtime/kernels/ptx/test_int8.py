@@ -110,9 +110,10 @@ def turn_inputs(unit: Unit, number: int, turn: int, sums: list[Value]) -> dict[s
     plan = unit.plan
     place = unit.ring(number) + turn * plan.STEPS % plan.AHEAD * plan.SLOT
     x = unit.x(turn)
+    each = 16 if plan.X.SIXTEENS else 8
     given: list[Value | int] = [
-        place + LANE * 16, place + LANE * 4, x >> 4 | 0x10000, x + plan.X.SCALES + LANE % 4 * 8,
-        unit.full + turn % 2 * 8, turn // 2 % 2,
+        place + LANE * 16, place + LANE * 4, (x >> 4 | 0x10000) + LANE * (plan.SETS == 1),
+        x + plan.X.SCALES + LANE % 4 * each, unit.full + turn % 2 * 8, turn // 2 % 2,
     ]  # fmt: skip
     return registers([*sums, *[0] * len(sums), *given])
 
@@ -160,7 +161,7 @@ def product(
     q, s = quantize_activations(x, group)
     own = tiled(w, activations="int8")
     assert isinstance(own, TiledLinear)
-    X = token_blocks(w.K, group, launch.tokens)
+    X = token_blocks(w.K, group, launch.tokens, sixteens=launch.sixteens)
     parts = [own.words, own.scales, arranged(q, s, w.bits, X)]
     memory = [part.contiguous().view(torch.uint8).flatten().numpy() for part in parts]
     plan = int8_gemm_plan(own.constants, X, launch, False, False)
@@ -186,6 +187,8 @@ CASES = [
     (Case(4, 64, 512, 64, torch.float16), replace(LAUNCH, steps=2, chunk=8, sets=2)),
     (Case(8, 64, 512, 512), replace(LAUNCH, chunk=8, sets=2, ahead=3)),
     (Case(4, 64, 384, 32, torch.float32), replace(LAUNCH, sets=2)),
+    (Case(4, 64, 384, 128), replace(LAUNCH, tokens=48)),
+    (Case(8, 64, 256, 64), replace(LAUNCH, tokens=32, chunk=8)),
 ]
 
 
@@ -199,7 +202,8 @@ def test_turns_leave_the_bits_of_the_reference(
     case: Case, launch: Int8Launch, make_packed: MakePacked, randn: Randn
 ) -> None:
     w = on_cpu(make_packed(case.bits, case.N, case.K, case.G), case.scales)
-    x = (randn(16, case.K).cpu() * torch.logspace(-1, 1, 16)[:, None]).bfloat16()
+    sizes = torch.logspace(-1, 1, launch.tokens)[:, None]
+    x = (randn(launch.tokens, case.K).cpu() * sizes).bfloat16()
     q, s = quantize_activations(x, activation_group(case.G, case.K))
     expected = grouped_product_ref(q, s, unpack(w.codes, w.bits, w.K), w.scales)
     assert torch.equal(product(x, w, launch), expected)
