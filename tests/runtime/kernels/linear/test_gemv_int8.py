@@ -1,6 +1,6 @@
 """Tokens in eight bits times a packed weight: the reference's bits, alone, in steps and prompts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.nn.functional import silu
 from lowbit.formats.activations import activation_group, grouped_product_ref, quantize_activations
 from lowbit.formats.layout.packing import unpack
 from lowbit.runtime.backends import cuda
+from lowbit.runtime.kernels.launch import choose
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.linear import gemv_int8 as module
 from lowbit.runtime.kernels.linear import mma_int8, quantize
@@ -32,10 +33,17 @@ kernels = pytest.mark.kernels  # make test-kernels runs them
 
 
 @pytest.fixture(autouse=True)
-def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if device == "cpu":
         for each in (module, mma_int8, quantize):
             monkeypatch.setattr(each, "run", run_kernel)
+        yield
+        return
+    with monkeypatch.context() as patch:  # where `stream_int8` would take several tokens
+        patch.setattr(choose, "stream_launch", lambda *_: None)
+        choose.int8_variant.cache_clear()
+        yield
+    choose.int8_variant.cache_clear()
 
 
 @dataclass(frozen=True, slots=True)
