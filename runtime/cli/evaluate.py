@@ -15,8 +15,10 @@ from lowbit.runtime.cli.options import (
     load_text_model,
     machine_options,
     model_argument,
+    sequences_option,
     with_load_options,
 )
+from lowbit.runtime.engine.load_options import CHOSEN_SEQUENCES, SEQUENCES
 
 if TYPE_CHECKING:
     from lowbit.formats.tasks import TaskReport
@@ -43,6 +45,11 @@ if TYPE_CHECKING:
     callback=output_file,
     help="Write the results, and the score of every sample, to FILE, in place of MODEL's "
     "tasks.json.",
+)
+@sequences_option(
+    help="Answers that are made together; likelihoods are taken one after another.",
+    default=None,
+    shown=f"{SEQUENCES} on a CPU, up to {CHOSEN_SEQUENCES} by a GPU's memory",
 )
 @machine_options
 @json_option

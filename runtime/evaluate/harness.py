@@ -15,7 +15,7 @@ from lowbit.runtime.text.chat import Message, render_prompt
 
 
 class LanguageModel(TemplateLM):  # type: ignore[misc]
-    """Answers one request after another; those of one context follow each other.
+    """Scores one text after another; those of one context follow each other.
 
     Attributes:
         truncated: requests that lost their beginning.
@@ -91,14 +91,16 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """Texts that follow prompts."""
-        texts = []
-        for done, request in enumerate(requests, start=1):
-            prompt, settings = request.args
-            wanted = read_continuation(settings, seed=done)
-            text, cut = carry_on(self._model, self.tok_encode(prompt), wanted, self._chat)
+        """Texts that follow prompts, as many at a time as the model has sequences."""
+        asked = (
+            (self.tok_encode(prompt), read_continuation(settings, seed=number))
+            for number, (prompt, settings) in enumerate((each.args for each in requests), start=1)
+        )
+        texts = [""] * len(requests)
+        made = carry_on(self._model, asked, self._chat)
+        for done, (number, text, cut) in enumerate(made, start=1):
+            texts[number] = text
             self.truncated += cut
-            texts.append(text)
             self._progress(done, len(requests))
         return texts
 

@@ -1,18 +1,18 @@
 """The two requests of an evaluation: the likelihood of a text, and its continuation."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit.formats.errors import RequestError
+from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.results import nonfinite_error
-from lowbit.runtime.engine.stream import Stream
+from lowbit.runtime.engine.stream import answer_all
 from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.chat import output_start
 
@@ -124,16 +124,40 @@ def _number(settings: Mapping[str, Any], name: str, otherwise: float) -> float:
 
 
 def carry_on(
-    model: Model, prompt: Sequence[int], continuation: Continuation, chat: bool = False
-) -> tuple[str, bool]:
-    """The text that follows a prompt, and True if the prompt's beginning was left out for it.
+    model: Model, asked: Iterable[tuple[Sequence[int], Continuation]], chat: bool = False
+) -> Iterator[tuple[int, str, bool]]:
+    """Texts that follow prompts, made together, as many as the model has sequences.
 
     Args:
-        chat: the prompt came from the chat template; reasoning is then left out.
+        asked: token ids of each prompt and how it is continued; read as there is room.
+        chat: the prompts came from the chat template; reasoning is then left out.
+
+    Yields:
+        The number of a prompt, its text, and True if the prompt's beginning was left out for it, in
+        the order in which they end.
 
     Raises:
         RequestError: an empty prompt, or a context that has no room for one.
+        LowbitError: a text could not be made; the others are given up.
     """
+    cut: list[bool] = []
+
+    def requests() -> Iterator[Request]:
+        for prompt, continuation in asked:
+            request = _request(model, prompt, continuation, chat)
+            cut.append(len(request.prompt) < len(prompt))
+            yield request
+
+    for number, made in answer_all(model.engine, model.tokenizer, requests()):
+        if isinstance(made, LowbitError):
+            raise made
+        yield number, made.text, cut[number]
+
+
+def _request(
+    model: Model, prompt: Sequence[int], continuation: Continuation, chat: bool
+) -> Request:
+    """A request for the text behind as much of a prompt as the context has room for."""
     room = model.context - continuation.count
     if room < 1:
         raise RequestError(
@@ -153,5 +177,4 @@ def carry_on(
         stops=continuation.stops,
         begin=output_start(kept, tokenizer) if chat else "raw",
     )
-    request = model.engine.limits.check(request)
-    return "".join(Stream(model.engine, tokenizer, request)), len(kept) < len(prompt)
+    return model.engine.limits.check(request)

@@ -1,6 +1,7 @@
 """Log-likelihoods and continuations against transformers in FP32, without any harness."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,6 +38,15 @@ def expected(hub: Any, context: Sequence[int], continuation: Sequence[int]) -> t
     targets = ids[len(context) :]
     chosen = logits.log_softmax(-1).gather(1, targets[:, None])
     return float(chosen.sum()), bool((logits.argmax(-1) == targets).all())
+
+
+def text_of(
+    model: lowbit.Model, prompt: Sequence[int], wanted: Continuation, chat: bool = False
+) -> tuple[str, bool]:
+    """The text behind one prompt, and True if the prompt's beginning was left out."""
+    [(number, text, cut)] = carry_on(model, [(prompt, wanted)], chat)
+    assert number == 0
+    return text, cut
 
 
 @pytest.fixture(params=["dense", "hybrid"])
@@ -176,20 +186,20 @@ def test_a_text_goes_on_as_generate_says(make_model: Make) -> None:
     prompt = model.tokenizer.encode("Once upon a time there")
     whole = model.generate("Once upon a time there", raw=True, sampling=GREEDY, max_new_tokens=20)
     wanted = Continuation((), 20, GREEDY)
-    assert carry_on(model, prompt, wanted) == (whole.text, False)
+    assert text_of(model, prompt, wanted) == (whole.text, False)
     stop = whole.text[4:6]
-    text, _ = carry_on(model, prompt, Continuation((stop,), 20, GREEDY))
+    text, _ = text_of(model, prompt, Continuation((stop,), 20, GREEDY))
     assert text == whole.text.split(stop)[0]
 
 
 def test_a_long_prompt_leaves_room_for_its_continuation(make_model: Make) -> None:
     packed = make_model()
     wanted = Continuation((), 8, GREEDY)
-    text, cut = carry_on(exact(packed, 20), CONTEXT, wanted)
+    text, cut = text_of(exact(packed, 20), CONTEXT, wanted)
     assert cut
-    assert (text, False) == carry_on(exact(packed, 20), CONTEXT[-12:], wanted)
+    assert (text, False) == text_of(exact(packed, 20), CONTEXT[-12:], wanted)
     with pytest.raises(RequestError, match="20 new tokens leave no room for a prompt"):
-        carry_on(exact(packed, 20), CONTEXT, Continuation((), 20, GREEDY))
+        text_of(exact(packed, 20), CONTEXT, Continuation((), 20, GREEDY))
 
 
 def test_a_special_token_may_stop_a_text(make_model: Make, say: Say) -> None:
@@ -199,9 +209,9 @@ def test_a_special_token_may_stop_a_text(make_model: Make, say: Say) -> None:
     assert start not in model.stop_ids
     tokens = [65, 66, start, 67]
     say(tokens)
-    stopped, _ = carry_on(model, CONTEXT, Continuation(("<|im_start|>",), 4, GREEDY))
+    stopped, _ = text_of(model, CONTEXT, Continuation(("<|im_start|>",), 4, GREEDY))
     say(tokens)
-    passed, _ = carry_on(model, CONTEXT, Continuation((), 4, GREEDY))
+    passed, _ = text_of(model, CONTEXT, Continuation((), 4, GREEDY))
     assert passed == model.tokenizer.decode(tokens)
     assert stopped == model.tokenizer.decode(tokens[:2])
     assert len(stopped) < len(passed)
@@ -213,6 +223,41 @@ def test_reasoning_is_no_part_of_a_chat_answer(make_model: Make, say: Say) -> No
     tokens = encode("<think>2 + 2</think>4")
     wanted = Continuation((), len(tokens), GREEDY)
     say(tokens)
-    assert carry_on(model, encode("?"), wanted, chat=True) == ("4", False)
+    assert text_of(model, encode("?"), wanted, chat=True) == ("4", False)
     say(tokens)
-    assert carry_on(model, encode("?"), wanted) == ("<think>2 + 2</think>4", False)
+    assert text_of(model, encode("?"), wanted) == ("<think>2 + 2</think>4", False)
+
+
+def test_texts_are_made_together_and_are_those_of_one_at_a_time(
+    packed: "PackedModel", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = exact(packed)
+    together = lowbit.load(
+        packed.folder, device="cpu", dtype=torch.float32, context=64, max_sequences=4
+    )
+    asked = [
+        (CONTEXT[: 5 + 3 * n], Continuation((), 4 + 5 * (n % 3), replace(drawn, seed=n)))
+        for n, drawn in enumerate((GREEDY, lowbit.SamplingParams(1.0)) * 4)
+    ]
+    asked.append((CONTEXT * 3, Continuation((), 9, GREEDY)))
+    expected = [text_of(alone, *each) for each in asked]
+    widths = []
+    step = together.engine.step
+    monkeypatch.setattr(
+        type(together.engine),
+        "step",
+        lambda engine: widths.append(len(engine.scheduler.running)) or step(),
+    )
+    made = list(carry_on(together, asked))
+    assert sorted(number for number, _, _ in made) == list(range(9))
+    assert [(text, cut) for _, text, cut in sorted(made)] == expected
+    assert [cut for _, _, cut in sorted(made)] == [False] * 8 + [True]
+    assert max(widths) == 4
+
+
+def test_a_prompt_without_room_ends_the_others(make_model: Make) -> None:
+    model = exact(make_model(), 20)
+    asked = [(CONTEXT[:5], Continuation((), count, GREEDY)) for count in (8, 20)]
+    with pytest.raises(RequestError, match="20 new tokens leave no room for a prompt"):
+        list(carry_on(model, asked))
+    assert text_of(model, *asked[0]) == text_of(exact(make_model(), 20), *asked[0])
