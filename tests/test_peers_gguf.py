@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from lowbit.convert.export.export import export
+from lowbit.runtime.text.tokenizer import load_tokenizer
 from tests.convert.export.packed_folders import DENSE, make_original, make_packed, mixed
 from tests.load_script import ROOT, load_script
 from tests.oracle import dequantized_weights
@@ -175,3 +176,19 @@ def test_noise_stays_within_the_step_of_a_block() -> None:
     assert abs(spread.square().mean() - 1 / 12) < 0.01
     flat = torch.ones(2, 32)
     assert models.noise(flat, generator).count_nonzero() == 0
+
+
+def test_a_rebuilt_llama_has_a_tokenizer_of_bytes(tmp_path: Path) -> None:
+    """As SmolLM2's own files have it; transformers 5.17 makes one of Llama 2's kind of its GGUF."""
+    from transformers import AutoConfig
+
+    config = {**LLAMA, "eos_token_id": 1, "max_position_embeddings": 64}
+    export(make_original(tmp_path / "original", config), tmp_path / "bf16", "gguf")
+    [file] = (tmp_path / "bf16").glob("*.gguf")
+    found = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    load_script("real_models").tokenizer(file, found).save_pretrained(tmp_path / "rebuilt")
+    tokenizer = load_tokenizer(tmp_path / "rebuilt")
+    text = "It's 12345, naïve 日本語"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()

@@ -243,10 +243,12 @@ def gguf_names(config: Any) -> Callable[[str], str]:
 
 
 def tokenizer(gguf: Path, config: Any) -> Any:
-    """The tokenizer with the two steps that transformers leaves out of those it makes of a GGUF.
+    """The tokenizer with what transformers leaves out of those it makes of a GGUF.
 
-    SmolLM2 cuts numbers into digits before all else; Qwen2 normalizes to NFC.
+    SmolLM2 cuts numbers into digits before all else, and its tokens are strings of bytes, which
+    transformers 5.17 takes for Llama 2's; Qwen2 normalizes to NFC.
     """
+    from tokenizers import decoders
     from tokenizers.normalizers import NFC
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoTokenizer
@@ -257,6 +259,9 @@ def tokenizer(gguf: Path, config: Any) -> Any:
         backend.pre_tokenizer = Sequence(
             [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
         )
+        backend.decoder = decoders.ByteLevel()
+        backend.model.byte_fallback = False
+        found.eos_token = found.convert_ids_to_tokens(config.eos_token_id)
     else:
         backend.normalizer = NFC()
     found.model_max_length = config.max_position_embeddings
