@@ -95,13 +95,19 @@ def read_texts(options: argparse.Namespace, model: Path, calib: Path) -> dict[st
 
 def mean_kl(model: Path, packed: Path, windows: Tensor, device: str) -> float:
     """Mean KL of a packed model from its original on some windows."""
+    return float(window_kls(model, packed, windows, device).mean())
+
+
+def window_kls(model: Path, packed: Path, windows: Tensor, device: str) -> Tensor:
+    """Mean KL of a packed model from its original on each of some windows: [windows], FP64."""
     pair, place = open_pair(model, packed), open_device(device)
     with torch.inference_mode(), without_advice():
         models = (
             load_layered_model(pair.original, WINDOW, place),
             load_layered_model(pair.packed, WINDOW, place),
         )
-        return float(compare(models, windows, place, lambda _: None).figures.kl.mean())
+        kl = compare(models, windows, place, lambda _: None).figures.kl
+        return kl.view(len(windows), -1).mean(1)
 
 
 def costs_of(

@@ -5,8 +5,10 @@ python examples/effort_table.py models/smollm2 --device cuda \\
 
 `auto` is uniform INT4 by gptq+rotate, the default before there were efforts. Seconds are those of
 a conversion without a report, imports aside; the costs of bits come from the cache where they are
-known, so set XDG_CACHE_HOME to an empty folder to time them. Without MODEL the bundled one is
-taken; without a text, the bundled stories, which were not calibrated on.
+known, so set XDG_CACHE_HOME to an empty folder to time them. ± is the standard error over windows;
+figures are shown, and written to --json with those of each window, as soon as they are there.
+Without MODEL the bundled one is taken; without a text, the bundled stories, which were not
+calibrated on.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from budget_table import mean_kl, read_texts
+from budget_table import read_texts, window_kls
 
 from lowbit.convert import Recipe, Request, convert
 from lowbit.convert.plan.effort import EFFORTS
@@ -40,6 +42,7 @@ def parse() -> argparse.Namespace:
     add("--windows", type=int, default=40, help="of each text")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--json", type=Path, metavar="FILE", help="write figures here")
+    add("--keep", type=Path, metavar="FOLDER", help="leave the results here, by their row's name")
     return parser.parse_args()
 
 
@@ -53,7 +56,7 @@ def main() -> None:
         calib = options.calib or (own if own.exists() else None)
         table = plain_table(model.name, ("", "method"), ("weight files", "seconds", *texts))
         for name in options.rows:
-            out = Path(temporary) / name
+            out = (options.keep or Path(temporary)) / name
             said = ["--method auto"] if name == "auto" else []
             request = Request(
                 Recipe(method=None),
@@ -64,18 +67,21 @@ def main() -> None:
             start = time.monotonic()
             done = convert(model, out, request, note=said.append).conversion
             seconds = time.monotonic() - start
-            kl = {text: mean_kl(model, out, ids, options.device) for text, ids in texts.items()}
             size = done.plan.output_bytes
-            table.add_row(
-                *(name, str(done.plan.method), f"{size:,}", f"{seconds:.0f}"),
-                *(f"{value:.5f}" for value in kl.values()),
-            )
-            recipe = done.plan.recipe.to_json()
+            print(*said, f"{size:,} bytes, {seconds:.0f} s", sep="\n", file=sys.stderr)
+            windows = {
+                text: window_kls(model, out, ids, options.device) for text, ids in texts.items()
+            }
+            kl = {text: float(each.mean()) for text, each in windows.items()}
+            error = {text: float(each.std()) / len(each) ** 0.5 for text, each in windows.items()}
+            cells = [f"{kl[text]:.5f} ± {error[text]:.5f}" for text in texts]
+            table.add_row(name, str(done.plan.method), f"{size:,}", f"{seconds:.0f}", *cells)
             figures.append(
                 {"name": name, "said": said, "bytes": size, "seconds": seconds, "kl": kl}
-                | {"recipe": recipe}
+                | {"kl_stderr": error, "kl_windows": {t: w.tolist() for t, w in windows.items()}}
+                | {"recipe": done.plan.recipe.to_json()}
             )
-            print(said[0], f"{seconds:.0f} s", kl, file=sys.stderr)
+            print(name, *cells, file=sys.stderr, flush=True)
             if options.json:
                 options.json.write_text(json.dumps(figures, indent=1) + "\n")
     results().print(table)

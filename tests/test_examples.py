@@ -145,11 +145,15 @@ def test_leaks_of_parts_are_those_of_folders(run_here: Run, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_efforts_have_a_row_each(run_here: Run, tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    options = ("--rows", "low", "--windows", "2", "--json", str(figures))
+    figures, kept = tmp_path / "figures.json", tmp_path / "kept"
+    options = ("--rows", "low", "--windows", "2", "--json", str(figures), "--keep", str(kept))
     done = run_here(EXAMPLES / "effort_table.py", *options)
     assert done.returncode == 0, done.stderr
     (low,) = json.loads(figures.read_text())
+    first, second = low["kl_windows"]["stories"]
+    assert low["kl"]["stories"] == pytest.approx((first + second) / 2)
+    assert low["kl_stderr"]["stories"] == pytest.approx(abs(first - second) / 2)
+    assert sum(file.stat().st_size for file in (kept / "low").glob("*.safetensors")) == low["bytes"]
     assert low["recipe"]["method"] == "rtn"
     assert low["said"][0].startswith("effort low: rtn, ")
     assert 0 < low["kl"]["stories"] < 0.1
