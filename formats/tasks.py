@@ -40,7 +40,7 @@ class OriginalResult:
     """A metric of the original, asked the same questions, and the change from it."""
 
     value: float | None  # None where the harness gave no finite number
-    stderr: float | None  # standard error; None where the harness has none
+    stderr: float | None  # standard error; None where it is not known
     difference: float | None  # the packed model's value less this one; None without both
     # Standard error of the difference; None where it is not known
     difference_stderr: float | None
@@ -54,7 +54,7 @@ class TaskResult:
     task: str
     metric: str  # name, with the filter in parentheses where the harness applied one
     value: float | None  # None where the harness gave no finite number
-    stderr: float | None  # standard error; None where the harness has none
+    stderr: float | None  # standard error; None where it is not known
     samples: int  # number that was scored
     higher_is_better: bool | None  # None where it is not known
     few_shot: int | None  # examples before each question; None in a group whose tasks differ

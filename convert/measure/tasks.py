@@ -3,7 +3,8 @@
 The two answer the same questions with the same code, so their scores are compared question by
 question: what is hard for one is hard for the other, and the error of the difference is smaller
 than that of either. A score that is no mean over questions, as that of a group, has the error of
-two independent results.
+two independent results. The harness states no error of a mean over several scores a question, such
+as the instructions of IFEval; it is taken from the scores.
 """
 
 import importlib.util
@@ -88,15 +89,28 @@ def measure_tasks(
 
 def beside(original: TaskRun, packed: TaskRun) -> TaskReport:
     """The results of a packed model with those of its original, and their differences."""
-    before = {_key(row): row for row in original.report.tasks}
+    before = {_key(row): row for row in _with_errors(original)}
     pairs = _pairs(original, packed)
     rows = []
-    for row in packed.report.tasks:
+    for row in _with_errors(packed):
         key = _key(row)
         other = before.get(key)
         found = None if other is None else _against(other, row, pairs.get(key))
         rows.append(replace(row, original=found))
     return replace(packed.report, tasks=tuple(rows))
+
+
+def _with_errors(run: TaskRun) -> tuple[TaskResult, ...]:
+    """Results of a run; one that the harness has no error for takes that of its scores."""
+    scores = {_key(own): own for own in run.scores}
+
+    def completed(row: TaskResult) -> TaskResult:
+        own = scores.get(_key(row))
+        if row.stderr is not None or own is None:
+            return row
+        return replace(row, stderr=_ratio_error(own.totals, own.counts))
+
+    return tuple(map(completed, run.report.tasks))
 
 
 def _key(row: TaskResult | SampleScores) -> tuple[str, str]:
@@ -127,19 +141,23 @@ def _against(original: TaskResult, packed: TaskResult, pair: Pair | None) -> Ori
 
 
 def paired_error(first: SampleScores, second: SampleScores) -> float | None:
-    """Standard error of the difference of two means over the same questions; None below two.
+    """Standard error of the difference of two means over the same questions; None below two."""
+    changes = [b - a for a, b in zip(first.totals, second.totals, strict=True)]
+    return _ratio_error(changes, first.counts)
+
+
+def _ratio_error(totals: Sequence[float], counts: Sequence[int]) -> float | None:
+    """Standard error of the mean of all scores, from their sum and number by question.
 
     A question with several scores is one observation: the mean is a ratio, whose error is that of
-    the residuals d_i - D n_i, with d_i the difference of a question's sums, n_i its scores and D
-    the difference of the means.
+    the residuals d_i - D n_i, with d_i a question's sum, n_i its scores and D the mean.
     """
-    questions = len(first.documents)
+    questions = len(totals)
     if questions < LEAST_SAMPLES:
         return None
-    count = sum(first.counts)
-    changes = [b - a for a, b in zip(first.totals, second.totals, strict=True)]
-    mean = math.fsum(changes) / count
-    residuals = ((change - mean * n) ** 2 for change, n in zip(changes, first.counts, strict=True))
+    count = sum(counts)
+    mean = math.fsum(totals) / count
+    residuals = ((total - mean * n) ** 2 for total, n in zip(totals, counts, strict=True))
     return math.sqrt(math.fsum(residuals) * questions / (questions - 1)) / count
 
 

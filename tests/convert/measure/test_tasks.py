@@ -61,6 +61,17 @@ def test_results_stand_beside_the_original_s() -> None:
     assert paired.tasks == (replace(ROW, original=OriginalResult(1.0, 0.1, -0.25, 0.25, True)),)
 
 
+def test_an_error_that_the_harness_lacks_is_that_of_the_scores() -> None:
+    row = replace(ROW, stderr=None)
+    (found,) = beside(run(row, scores(1, 0, 1, 1)), run(row, scores(0, 1, 1, 0))).tasks
+    assert found.stderr == pytest.approx(statistics.stdev((0, 1, 1, 0)) / 2)
+    assert found.original is not None
+    assert found.original.stderr == pytest.approx(statistics.stdev((1, 0, 1, 1)) / 2)
+    (alone,) = beside(run(row), run(row, replace(scores(1), metric="f1"))).tasks
+    assert alone.stderr is None
+    assert alone.original == OriginalResult(0.75, None, 0.0, None, False)
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
