@@ -5,6 +5,7 @@ No test reaches for the network. All are skipped where the `evaluate` extra is n
 
 import contextlib
 import json
+import logging
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,8 @@ def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         def cut(*_: Any, **__: Any) -> NoReturn:
             raise AssertionError("a local task reached for the network")
 
+        # Its handlers write to the stderr of the test that imported it first.
+        monkeypatch.setattr(logging, "raiseExceptions", False)
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
         for name in ("connect", "connect_ex"):
             monkeypatch.setattr(socket.socket, name, cut)

@@ -241,13 +241,15 @@ def test_texts_are_made_together_and_are_those_of_one_at_a_time(
     ]
     asked.append((CONTEXT * 3, Continuation((), 9, GREEDY)))
     expected = [text_of(alone, *each) for each in asked]
-    widths = []
-    step = together.engine.step
-    monkeypatch.setattr(
-        type(together.engine),
-        "step",
-        lambda engine: widths.append(len(engine.scheduler.running)) or step(),
-    )
+    widths: list[int] = []
+    kind = type(together.engine)
+    step = kind.step
+
+    def counted(engine: Any) -> bool:
+        widths.append(len(engine.scheduler.running))
+        return step(engine)
+
+    monkeypatch.setattr(kind, "step", counted)
     made = list(carry_on(together, asked))
     assert sorted(number for number, _, _ in made) == list(range(9))
     assert [(text, cut) for _, text, cut in sorted(made)] == expected
