@@ -8,10 +8,10 @@
 #   C7517, that registers of wgmma are used, and it is the same without -v, but Triton shows it only if told to dump
 #   the log. The same loop has no such wait if its first sums come from a product ahead of it, if the first turn
 #   stands ahead of it, or if what is left is copied behind the last wait and the copy added. A copy at the beginning
-#   of the next turn does not help. So zeros cost a wait in each turn, and four moves in each turn cost less.
+#   of the next turn does not help. So zeros cost a wait in each turn, which a product ahead or moves avoid.
 #
-# Packages: triton 3.6.0 (its ptxas is of CUDA 12.8, its ptxas-blackwell of CUDA 12.9) and 3.9.0 (both of CUDA 12.9 or
-#   later). A turn's waits are read from the machine code of its loop.
+# Packages: triton 3.6.0 (its ptxas is of CUDA 12.8, its ptxas-blackwell of CUDA 12.9) and 3.9.0 (12.9 and 13.4). A
+#   turn's waits are read from the machine code of its loop.
 # Output seen, of each:
 #   zeros: C7517, product, waits for all, product, waits for one, waits for all
 #   zeros, copied in the next turn: C7517, product, waits for all, product, waits for one, waits for all

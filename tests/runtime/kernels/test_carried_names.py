@@ -53,22 +53,39 @@ class Names:
                     self.values |= {name: (node, name) for name in stored(node)} | dict(new)
 
     def turn(self, loop: ast.stmt, body: list[ast.stmt], unrolled: bool) -> None:
-        """Note what one turn moves from a name that the loop sets to another of the same value."""
-        within = {name for each in body for name in stored(each)}
-        for node in [] if unrolled else (each for part in body for each in ast.walk(part)):
-            for name, given in moves(node):
-                sets = {each.id for each in ast.walk(given) if isinstance(each, ast.Name)} & within
-                if sets - {name} and self.value(given) == self.values.get(name, name):
-                    self.found.append(f"{given.lineno} {name} = {ast.unparse(given)}")
+        """Try one turn as Triton does; note moves of what is carried to what seems unchanged."""
+        before = dict(self.values)
         self.read(body)
-        if not unrolled:
-            self.values |= {name: (loop, name) for name in within}
+        if unrolled:
+            return
+        within = {name for each in body for name in stored(each)}
+        same = {x for x in within if self.values.get(x, x) == before.get(x, x)}
+        for node in (each for part in body for each in ast.walk(part)):
+            self.found += [
+                f"{given.lineno} {name} = {ast.unparse(given)}"
+                for name, given in moves(node)
+                if name in same and handed_on(given) & within - same
+            ]
+        self.values = before | {name: (loop, name) for name in within - same}
 
 
 def stored(node: ast.AST) -> set[str]:
     """Names that a statement sets."""
     names = (each for each in ast.walk(node) if isinstance(each, ast.Name))
     return {each.id for each in names if isinstance(each.ctx, ast.Store)}
+
+
+def handed_on(node: ast.expr) -> set[str]:
+    """Names whose values an expression is, or is made of."""
+    match node:
+        case ast.Name(id):
+            return {id}
+        case ast.Tuple(elements):
+            return set().union(*map(handed_on, elements))
+        case ast.Call(ast.Attribute(inner, "to")):
+            return handed_on(inner)
+        case _:
+            return set()
 
 
 def moves(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
@@ -111,11 +128,13 @@ def test_kernels_move_no_value_to_a_name_of_the_same_value() -> None:
         ("old = new", "if i:\n   old = new\n  new = i", True),
         ("old = new", "for j in range(n):\n   old = new; new = i", True),
         ("old = new", "old = new", False),  # nothing else sets it
+        ("old = new", "old = old.to(new.dtype); new = i", False),
         ("old = new + 0", "old = new; new = i", False),
         ("old = new; new = x + 1", "old = new; new = i", False),
         ("old = x * 0; new = x * 0", "old = new; new = i", False),
         ("old = new", "old = new + 1; new = i", False),
         ("old = new; old += 1", "old = new; new = i", False),
+        ("old = new", "new = x + i; old = new", False),
         ("old, new = pair(x)", "old = new; new = i", False),
     ],
 )
