@@ -8,7 +8,8 @@ which the other tests of kernels run, does as Python does. See
 """
 
 import ast
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +19,32 @@ SOURCE = Path(__file__).parents[3]
 FOLDERS = ("runtime/kernels", "convert")
 
 
+Values = frozenset[Any]  # what a name may stand for: equal ones are one value
+
+
 class Names:
-    """Which names of a kernel stand for one value, as far as its text says."""
+    """Which names of a kernel may stand for one value, as far as its text says."""
 
     def __init__(self, function: ast.FunctionDef) -> None:
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, Values] = {}
+        self.moved: list[tuple[str, ast.expr, Values]] = []  # name, what it got, what that was then
         self.found: list[str] = []
         self.read(function.body)
 
-    def value(self, node: ast.expr) -> Any:
-        """Equal for two expressions if they are one value: names, their tuples, casts of them."""
+    def value(self, node: ast.expr) -> Values:
+        """Values of names, of their tuples, and of their casts, which may change nothing."""
         match node:
             case ast.Name(id):
-                return self.values.get(id, id)
+                return values_of(self.values, id)
             case ast.Tuple(elements):
-                return tuple(map(self.value, elements))
+                return frozenset(itertools.product(*map(self.value, elements)))
             case ast.Call(ast.Attribute(inner, "to")):
                 return self.value(inner)
             case _:
-                return node
+                return frozenset({node})
 
     def read(self, body: list[ast.stmt]) -> None:
-        """Follow statements in their order; branches as if all were taken."""
+        """Follow statements in their order; of branches, as if a constant chose one of them."""
         for node in body:
             match node:
                 case ast.For(_, ast.Call(called), inner):
@@ -47,26 +52,42 @@ class Names:
                 case ast.While(_, inner):
                     self.turn(node, inner, unrolled=False)
                 case ast.If(_, inner, others):
-                    self.read(inner + others)
+                    before = self.values
+                    self.values = dict(before)
+                    self.read(inner)
+                    one, self.values = self.values, dict(before)
+                    self.read(others)
+                    self.values = self.joined(one)
                 case ast.Assign() | ast.AugAssign() | ast.AnnAssign():
-                    new = [(name, self.value(given)) for name, given in moves(node)]
-                    self.values |= {name: (node, name) for name in stored(node)} | dict(new)
+                    new = [(name, given, self.value(given)) for name, given in moves(node)]
+                    self.values |= {name: frozenset({(node, name)}) for name in stored(node)}
+                    self.values |= {name: values for name, _, values in new}
+                    self.moved += new
+
+    def joined(self, others: Mapping[str, Values]) -> dict[str, Values]:
+        """The values of each name here or there."""
+        names = {*self.values, *others}
+        return {x: values_of(self.values, x) | values_of(others, x) for x in names}
 
     def turn(self, loop: ast.stmt, body: list[ast.stmt], unrolled: bool) -> None:
         """Try one turn as Triton does; note moves of what is carried to what seems unchanged."""
-        before = dict(self.values)
+        before, begin = dict(self.values), len(self.moved)
         self.read(body)
         if unrolled:
             return
         within = {name for each in body for name in stored(each)}
-        same = {x for x in within if self.values.get(x, x) == before.get(x, x)}
-        for node in (each for part in body for each in ast.walk(part)):
-            self.found += [
-                f"{given.lineno} {name} = {ast.unparse(given)}"
-                for name, given in moves(node)
-                if name in same and handed_on(given) & within - same
-            ]
-        self.values = before | {name: (loop, name) for name in within - same}
+        carried = {x for x in within if values_of(self.values, x) != values_of(before, x)}
+        self.found += [
+            f"{given.lineno} {name} = {ast.unparse(given)}"
+            for name, given, values in self.moved[begin:]
+            if values & values_of(before, name) and handed_on(given) & carried - {name}
+        ]
+        self.values = before | {name: frozenset({(loop, name)}) for name in carried}
+
+
+def values_of(values: Mapping[str, Values], name: str) -> Values:
+    """Values of a name; its own, if nothing has set it."""
+    return values.get(name, frozenset({name}))
 
 
 def stored(node: ast.AST) -> set[str]:
@@ -126,6 +147,7 @@ def test_kernels_move_no_value_to_a_name_of_the_same_value() -> None:
         ("slot = x; old = (slot, slot); new = old", "old = new; new = (slot, i)", True),
         ("old = new.to(int)", "old = new; new = i", True),
         ("old = new", "if i:\n   old = new\n  new = i", True),
+        ("old = new", "if n > 1:\n   old = new\n  else:\n   old = x + i\n  new = x + i", True),
         ("old = new", "for j in range(n):\n   old = new; new = i", True),
         ("old = new", "old = new", False),  # nothing else sets it
         ("old = new", "old = old.to(new.dtype); new = i", False),
@@ -135,6 +157,7 @@ def test_kernels_move_no_value_to_a_name_of_the_same_value() -> None:
         ("old = new", "old = new + 1; new = i", False),
         ("old = new; old += 1", "old = new; new = i", False),
         ("old = new", "new = x + i; old = new", False),
+        ("old = new", "if n > 1:\n   new = x + i\n   old = new", False),
         ("old, new = pair(x)", "old = new; new = i", False),
     ],
 )
