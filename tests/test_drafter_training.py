@@ -87,18 +87,23 @@ def test_no_file_and_no_article_is_both_trained_on_and_measured(tmp_path: Path) 
     for n in range(60):
         said = f'    """Add up all of the numbers that file{n}q is given."""\n'
         body = "".join(f"    total += {n} * x[{k}]\n" for k in range(9))
-        source = f"def file{n}q(x):\n{said}    total = 0\n{body}    return total\n"
+        source = f"\f\ndef file{n}q(x):\n{said}    total = 0\n{body}    return total\n"
         (code / f"m{n}.py").write_text(source)
     told = (f" = title{n}q = \n Of title{n}q " + "much is told " * 12 for n in range(60))
     prose.write_text("\n".join(told))
     done = started("draft_prompts", (str(out), "--code", str(code), "--prose", str(prose)))
     assert done.exit_code == 0, done.output
-    names = {path.stem: {*NAME.findall(path.read_text())} for path in out.glob("*.jsonl")}
+    written = {path.stem: path.read_text() for path in out.glob("*.jsonl")}
+    names = {stem: {*NAME.findall(text)} for stem, text in written.items()}
     trained, measured = names["train"], names["code"] | names["prose"]
     assert {name[:4] for name in names["code"]} == {"file"}
     assert {name[:4] for name in names["prose"]} == {"titl"}
     assert trained.isdisjoint(measured)
     assert len(trained | measured) == 120
+    asked = [json.loads(line)["prompt"] for line in "".join(written.values()).splitlines()]
+    given = [each for each in asked if "    total = 0" in each]
+    assert given
+    assert all(re.search(r"def file\d+q", each) and "    return total" in each for each in given)
 
 
 @pytest.mark.slow

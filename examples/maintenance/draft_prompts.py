@@ -81,7 +81,7 @@ def functions(path: Path) -> Iterator[tuple[str, str | None, str | None]]:
         parsed = ast.parse(source)
     except (SyntaxError, ValueError, OSError, RecursionError):
         return
-    lines = source.splitlines()
+    lines = source.split("\n")  # as `ast` counts them: a form feed ends none
     for node in ast.walk(parsed):
         if not isinstance(node, ast.FunctionDef):
             continue
