@@ -141,7 +141,7 @@ def main(
     lines = prompts.read_text("utf-8").splitlines() if prompts else []
     own = tuple(json.loads(line)["prompt"] for line in lines)
     whole, half = (
-        Asked(own[: len(own) // part], MEASURED // part, answer, device) for part in (1, 2)
+        Asked(own[: -(-len(own) // part)], MEASURED // part, answer, device) for part in (1, 2)
     )
     click.echo(
         "| drafter | greedy | drawn at 0.8 | greedy, drafter in INT4 | read one layer off "
