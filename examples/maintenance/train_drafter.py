@@ -215,7 +215,10 @@ class Trained:
 
 
 def batches(texts: Texts, size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Texts of about one length, every text once before any comes again: [size] each."""
+    """Texts of about one length: [size] each, or all where there are fewer.
+
+    All come once before any comes again, but for the longest, of which no whole batch is left.
+    """
     lengths = texts.lengths.cpu()
     while True:
         order = (lengths + 16 * torch.rand(len(lengths), generator=generator)).argsort()
