@@ -151,6 +151,25 @@ def test_greedy_texts_are_those_of_transformers(theirs: Callable[..., Any], pack
     assert ours.truncated == 1
 
 
+def test_sampled_texts_have_the_seed_of_their_place(harness: None, packed: Path) -> None:
+    """However many are made beside them, and in whatever order they end."""
+    settings = [{"do_sample": True, "max_gen_toks": 4 + 9 * (n % 3)} for n in range(7)]
+    answered: list[tuple[int, int]] = []
+    ours = language_model(
+        exact(packed), progress=lambda done, total: answered.append((done, total))
+    )
+    found = ours.generate_until(requests("generate_until", [("Tom saw", own) for own in settings]))
+    model = exact(packed)
+    for seed, (text, own) in enumerate(zip(found, settings, strict=True), start=1):
+        drawn = lowbit.SamplingParams(1.0, seed=seed)
+        alone = model.generate(
+            "Tom saw", raw=True, sampling=drawn, max_new_tokens=own["max_gen_toks"]
+        )
+        assert text == alone.text
+    assert len({*found}) == 7
+    assert answered == [(done, 7) for done in range(1, 8)]
+
+
 def test_the_local_task_scores_as_with_transformers(
     theirs: Callable[..., Any], packed: Path
 ) -> None:
