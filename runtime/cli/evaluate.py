@@ -1,5 +1,6 @@
 """`lowbit-run evaluate`."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from lowbit.runtime.cli.options import (
     sequences_option,
     with_load_options,
 )
-from lowbit.runtime.engine.load_options import CHOSEN_SEQUENCES, SEQUENCES
+from lowbit.runtime.engine.load_options import CHOSEN_SEQUENCES
 
 if TYPE_CHECKING:
     from lowbit.formats.tasks import TaskReport
@@ -47,9 +48,10 @@ if TYPE_CHECKING:
     "tasks.json.",
 )
 @sequences_option(
-    help="Answers that are made together; likelihoods are taken one after another.",
+    help="Answers that are made together, each of which may take memory for a context; likelihoods "
+    "are taken one after another.",
     default=None,
-    shown=f"{SEQUENCES} on a CPU, up to {CHOSEN_SEQUENCES} by a GPU's memory",
+    shown=f"1 on a CPU, up to {CHOSEN_SEQUENCES} by a GPU's memory",
 )
 @machine_options
 @json_option
@@ -73,6 +75,7 @@ def evaluate(
     from lowbit.formats.layout.manifest import MANIFEST_FILE
     from lowbit.formats.shell.tables import progress_bars
     from lowbit.formats.tasks import TASKS_FILE, TaskSettings, merged, read_tasks, write_tasks
+    from lowbit.runtime.engine.load import choose_device
     from lowbit.runtime.evaluate.evaluate import evaluate as run
     from lowbit.runtime.evaluate.evaluate import find_tasks
 
@@ -83,6 +86,8 @@ def evaluate(
         read_tasks(Path(name))
     settings = TaskSettings(names, **put)
     manager = find_tasks(settings)
+    if options.max_sequences is None and choose_device(options.device) == "cpu":
+        options = replace(options, max_sequences=1)
     model = load_text_model(name, options)
     with progress_bars({"answers": "answering"}, quiet=as_json) as progress:
         show = partial(progress, "answers")
