@@ -118,6 +118,7 @@ class Service:
     executor: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lowbit-text")
     )
+    places: Places = field(default_factory=lambda: Places(THREADS, THREADS, THREADS))
     # Threads of their own for images, so that no request of text waits for one
     image_executor: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(
@@ -212,35 +213,41 @@ class Service:
                 code="model_not_found",
             )
 
-    async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """Run work in a thread, as it would hold up the event loop.
-
-        Raises:
-            ApiError: for a LowbitError.
-        """
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self.executor, work)
-        except LowbitError as error:
-            raise of_lowbit(error) from None
-
-    async def in_image_thread(self, http: HttpRequest, work: Callable[[], Result]) -> Result:
-        """Run work that decodes images in a thread; clients take turns.
+    async def in_thread(self, http: HttpRequest, work: Callable[[], Result]) -> Result:
+        """Run work in a thread, as it would hold up the event loop; clients take turns.
 
         Raises:
             ApiError: for a LowbitError; or the time is over.
-            ClientLeftError: the client left before its turn.
+            ClientLeftError: the client left meanwhile; what has not begun never does.
         """
+        return await self._in_place(http, self.places, self.executor, work)
+
+    async def in_image_thread(self, http: HttpRequest, work: Callable[[], Result]) -> Result:
+        """Run work that decodes images in a thread; turns and errors as in `in_thread`."""
+        return await self._in_place(http, self.image_places, self.image_executor, work)
+
+    async def _in_place(
+        self,
+        http: HttpRequest,
+        places: Places,
+        executor: ThreadPoolExecutor,
+        work: Callable[[], Result],
+    ) -> Result:
+        """Run work once one of the places, as many as there are threads, is free for it."""
         asker, loop = Asker(record_of(http).client), asyncio.get_running_loop()
-        await self.unless_left(http, self.image_places.take(asker))
 
         def give_back(_: Future[Result]) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self.image_places.give_back, asker)
+                loop.call_soon_threadsafe(places.give_back, asker)
 
-        done = self.image_executor.submit(work)
-        done.add_done_callback(give_back)  # the thread's end, whoever still waits for it
-        try:
+        async def result() -> Result:
+            await places.take(asker)
+            done = executor.submit(work)
+            done.add_done_callback(give_back)  # the thread's end, whoever still waits for it
             return await asyncio.wrap_future(done)
+
+        try:
+            return await self.unless_left(http, result())
         except LowbitError as error:
             raise of_lowbit(error) from None
 

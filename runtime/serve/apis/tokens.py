@@ -90,7 +90,7 @@ async def detokenize(http: HttpRequest) -> dict[str, Any]:
     tokenizer = service.model.tokenizer
     if max(body.tokens, default=0) >= tokenizer.vocabulary:
         raise invalid(f"token ids must be between 0 and {tokenizer.vocabulary - 1}", "tokens")
-    text = await service.in_thread(lambda: tokenizer.text.decode(body.tokens))
+    text = await service.in_thread(http, lambda: tokenizer.text.decode(body.tokens))
     return {"prompt": text}
 
 

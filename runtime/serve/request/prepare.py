@@ -4,6 +4,7 @@ Short requests without schemas are prepared on the event loop, with no wait but 
 template, so that one is at the engine while the next is read; threads prepare the others.
 """
 
+import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +20,7 @@ from lowbit.formats.text.worker import Ask, blocking
 from lowbit.runtime.engine.image_input import EncodedPrompt
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.serve.answers import Answers
-from lowbit.runtime.serve.errors import invalid, of_lowbit
+from lowbit.runtime.serve.errors import ClientLeftError, invalid, of_lowbit
 from lowbit.runtime.serve.link.messages import Constraints
 from lowbit.runtime.serve.logs import Record
 from lowbit.runtime.serve.request.body import AnswerBody, ModelBody
@@ -119,7 +120,7 @@ async def read_request(http: HttpRequest, schema: type[OfModel]) -> tuple[Servic
         return body, len(raw)
 
     here = packing is None and sum(map(len, parts)) <= THREAD_BODY_BYTES
-    body, size = parsed() if here else await service.in_thread(parsed)
+    body, size = parsed() if here else await service.in_thread(http, parsed)
     record_of(http).short = (
         size <= SHORT_BODY_BYTES
         and not body.shows_images
@@ -218,10 +219,20 @@ async def prepared(
     if body.shows_images and service.settings.image_hosts:
         fetching = service.fetcher.fetch_all(body.contents(), record_of(http).client)
         await service.unless_left(http, fetching)
-    in_thread = partial(blocking(work), templates.ask_from_thread)
-    if body.shows_images:
-        return await service.in_image_thread(http, in_thread)
-    return await service.in_thread(in_thread)
+    left = threading.Event()
+
+    async def ask(job: Mapping[str, Any]) -> Any:
+        if left.is_set():  # one request may ask a dozen times, see `truncation`
+            raise ClientLeftError
+        return await templates.ask_from_thread(job)
+
+    in_thread = partial(blocking(work), ask)
+    try:
+        if body.shows_images:
+            return await service.in_image_thread(http, in_thread)
+        return await service.in_thread(http, in_thread)
+    finally:
+        left.set()
 
 
 def _each_answer(first: Request, count: int) -> Iterator[Request]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,10 +10,20 @@ import httpx2
 import pytest
 
 from lowbit.formats.errors import TooLongError
+from lowbit.formats.text.job_queue import JobQueue
 from lowbit.formats.text.worker import blocking
 from lowbit.runtime.engine.image_input import EncodedPrompt
 from lowbit.runtime.serve.request.truncation import shortened
-from tests.runtime.serve.conftest import LEFT_OUT, NAME, Running, post, prompt_of
+from lowbit.runtime.serve.service import THREADS
+from tests.runtime.serve.conftest import (
+    LEFT_OUT,
+    NAME,
+    Running,
+    post,
+    prompt_of,
+    raw_request,
+    until,
+)
 from tests.runtime.serve.sdks import openai_client
 
 PATH = "/v1/responses"
@@ -245,3 +256,32 @@ def test_the_client_gets_an_error_where_the_newest_message_is_too_long(agents: R
             with pytest.raises(BadRequestError, match="too long without all") as error:
                 client.responses.create(**fields)
             assert error.value.code == "context_length_exceeded"
+
+
+def test_clients_that_leave_hold_up_nobody(
+    agents: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A try under way is the last of its request, and no request begins behind it."""
+    asked, may, real = threading.Semaphore(0), threading.Event(), JobQueue.ask_from_thread
+    jobs: list[Mapping[str, Any]] = []
+
+    async def slow(queue: JobQueue, job: Mapping[str, Any]) -> Any:
+        jobs.append(job)
+        asked.release()
+        assert may.wait(60)
+        return await real(queue, job)
+
+    monkeypatch.setattr(JobQueue, "ask_from_thread", slow)
+    body = {"model": NAME, "input": items(60), "truncation": "auto"}
+    leaving = [raw_request(agents, body, PATH) for _ in range(THREADS + 3)]
+    try:
+        for _ in range(THREADS):
+            assert asked.acquire(timeout=60)
+        until(lambda: agents.service.active == len(leaving))
+        for each in leaving:
+            each.close()
+        until(lambda: agents.service.active == 0)
+    finally:
+        may.set()
+    assert post(agents, PATH, input=items(10)).status_code == 200
+    assert len(jobs) == THREADS + 1
