@@ -57,7 +57,10 @@ def unpacked(parts: Sequence[bytes], packing: Packing, most: int) -> bytes:
             for place in range(0, len(part), STEP_BYTES):
                 left = part[place : place + STEP_BYTES]
                 while left:
-                    if stream.eof:  # gzip may follow gzip
+                    if stream.eof:  # gzip may follow gzip, zeros between and behind them
+                        left = left.lstrip(b"\0") if bits == GZIP else left
+                        if not left:
+                            break
                         stream, streams = zlib.decompressobj(bits), streams + 1
                         if bits != GZIP or streams > MOST_STREAMS:
                             raise zlib.error("more follows its end")

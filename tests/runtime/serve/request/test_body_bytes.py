@@ -138,6 +138,22 @@ def test_gzip_may_follow_gzip() -> None:
     assert error.value.status == 400
 
 
+def test_zeros_pad_gzip() -> None:
+    """As tools that write whole blocks have it, and Python's module takes it."""
+    packed = gzip.compress(b"{}")
+    for count in (1, 511, 65535, 200_000):
+        zeros = bytes(count)
+        for data in (packed + zeros, packed + zeros + packed, packed * 2 + zeros):
+            for cut in (0, len(packed), len(data) - 1):
+                assert unpacked([data[:cut], data[cut:]], "gzip", MOST) == gzip.decompress(data)
+        for garbage in (b"\1", b"{}", packed[:9]):
+            with pytest.raises(ApiError, match="not valid gzip"):
+                unpacked([packed + zeros + garbage], "gzip", MOST)
+    for pack in (zlib.compress, raw_deflate):
+        with pytest.raises(ApiError, match="more follows its end"):
+            unpacked([pack(b"{}") + b"\0"], "deflate", MOST)
+
+
 def test_damaged_bodies_are_refused() -> None:
     packed = gzip.compress(b"a long enough text " * 9)
     odd = [
