@@ -234,7 +234,7 @@ def plan_conversion(
     device = open_device(request.device)
     ahead = estimate(source, plan, device, request.calibration, choice, made)
     try:
-        return replace(ahead, report=report_cost(source, ahead))
+        return replace(ahead, report=report_cost(source, files, ahead))
     except LowbitError as error:  # a conversion need not have a report
         note(f"--report compares no logits: {error}")
         return ahead

@@ -259,22 +259,23 @@ def run_memory(plan: Plan) -> RunMemory:
     )
 
 
-def report_cost(source: Checkpoint, ahead: Estimate) -> ReportCost | None:
+def report_cost(source: Checkpoint, files: SourceFiles, ahead: Estimate) -> ReportCost | None:
     """Tokens of the bundled evaluation texts, and time of a report; None of a drafter.
 
     Raises:
-        CheckpointError: the folder's tokenizer fails.
+        CheckpointError: the original has no tokenizer.json, or one that fails.
         RequestError: it leaves too few tokens.
     """
     if ahead.rate is None:
         return None
     context, device = max(2, source.sizes.max_position_embeddings), ahead.device
-    texts, counted = default_texts(), (source.folder / TOKENIZER_FILE).exists()
+    texts, at_hand = default_texts(), (source.folder / TOKENIZER_FILE).exists()
+    counted = at_hand or TOKENIZER_FILE not in files.sizes
     if counted:
         cut = tokenize(source.folder, texts, context)
         short, longer = (Windows(*each.shape) for each in compared_windows(cut, context))
         first = len(cut[0].windows)
-    else:  # headers of the Hub
+    else:  # the Hub has it, and only headers were read
         sizes = [len(text.content.encode()) / EVAL_BYTES_A_TOKEN for text in texts]
         window, longest = min(WINDOW, context), min(LONGEST, context)
         short = Windows(math.ceil(sum(sizes) / window), window)

@@ -187,6 +187,14 @@ def test_a_tokenizer_that_reads_no_text_leaves_the_rest_of_a_plan(
     assert said[0].endswith(why)
 
 
+def test_a_plan_without_a_tokenizer_says_that_a_report_needs_it(source: Path) -> None:
+    checkpoint, files = open_headers(str(source), None)
+    request, said = Request(Recipe(method=RTN), effort=None), list[str]()
+    assert plan_conversion(checkpoint, files, request, note=said.append).report is None
+    missing = f"`{source}` has no tokenizer.json, which the logit report needs"
+    assert said == [f"--report compares no logits: {missing}"]
+
+
 def test_hub_id_gives_the_same_plan_from_headers_alone(
     source: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
