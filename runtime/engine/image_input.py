@@ -67,6 +67,8 @@ class EncodedPrompt:
 
     ids: list[int]
     images: tuple[ImageSpan, ...] = ()
+    # Names of what the template refuses and the prompt has in another form
+    left_out: tuple[str, ...] = ()
 
 
 def place(

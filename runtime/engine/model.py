@@ -139,7 +139,6 @@ class Model:
         raw: bool = False,
         tools: Sequence[Tool] = (),
         template_arguments: Mapping[str, Any] | None = None,
-        left_out: list[str] | None = None,
     ) -> list[int]:
         """Token ids of a prompt: one user message, or a conversation, through the chat template.
 
@@ -151,7 +150,6 @@ class Model:
             raw=raw,
             tools=tools,
             template_arguments=template_arguments,
-            left_out=left_out,
         )
 
     def encode_prompt(

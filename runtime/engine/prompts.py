@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,7 +86,6 @@ class PromptEncoder:
         raw: bool = False,
         tools: Sequence[Tool] = (),
         template_arguments: Mapping[str, Any] | None = None,
-        left_out: list[str] | None = None,
         ask: Ask | None = None,
         end: PromptEnd = "next",
     ) -> EncodedPrompt:
@@ -102,7 +101,6 @@ class PromptEncoder:
             raw: take the text as it is, without the template; the output is not split either.
             tools: functions that the model may call.
             template_arguments: further arguments of the template, plain JSON.
-            left_out: gets the name of what the template refuses and the prompt has in another form.
             ask: see `ChatTemplate.render_later`.
             end: where the prompt of a conversation ends.
 
@@ -112,6 +110,7 @@ class PromptEncoder:
             CheckpointError: the tokenizer gives ids that the model has no embedding for.
         """
         pictures: list[Picture] = []
+        left_out: tuple[str, ...] = ()
         if not isinstance(prompt, str) and has_images(prompt):
             prompt = with_pictures(prompt, self.reader())
             pictures += pictures_of(prompt)
@@ -119,8 +118,8 @@ class PromptEncoder:
             text: str | MarkedText
             self._check_pictures(pictures)
             if not raw:
-                text = await self._rendered(
-                    prompt, thinking, tools, template_arguments, left_out, ask, end
+                text, left_out = await self._rendered(
+                    prompt, thinking, tools, template_arguments, ask, end
                 )
             elif isinstance(prompt, str):
                 text = prompt
@@ -132,8 +131,9 @@ class PromptEncoder:
             raise TooLongError(str(error), hint=f"{error.hint}{advice}") from None
         self.tokenizer.text.check_ids(ids, self.limits.table_rows)
         if self.images is None or not pictures:
-            return EncodedPrompt(ids)
-        return place(ids, pictures, self.images.token, self.embedder)
+            return EncodedPrompt(ids, left_out=left_out)
+        placed = place(ids, pictures, self.images.token, self.embedder)
+        return replace(placed, left_out=left_out)
 
     encode_prompt = blocking(encode_prompt_later)
 
@@ -145,7 +145,6 @@ class PromptEncoder:
         raw: bool = False,
         tools: Sequence[Tool] = (),
         template_arguments: Mapping[str, Any] | None = None,
-        left_out: list[str] | None = None,
     ) -> list[int]:
         """Token ids of `encode_prompt`, without its images."""
         return self.encode_prompt(
@@ -154,7 +153,6 @@ class PromptEncoder:
             raw=raw,
             tools=tools,
             template_arguments=template_arguments,
-            left_out=left_out,
         ).ids
 
     def _check_pictures(self, pictures: Sequence[Picture]) -> None:
@@ -189,11 +187,13 @@ class PromptEncoder:
         thinking: bool | None,
         tools: Sequence[Tool],
         template_arguments: Mapping[str, Any] | None,
-        left_out: list[str] | None,
         ask: Ask | None,
         end: PromptEnd,
-    ) -> MarkedText:
-        """The text of a prompt by the chat template; arguments and errors as in `encode`."""
+    ) -> tuple[MarkedText, tuple[str, ...]]:
+        """The text of a prompt by the chat template, and names of what has another form in it.
+
+        Arguments and errors as in `encode_prompt_later`.
+        """
         if self.template is None:
             raise RequestError(
                 f"`{self.folder}` has no chat template", hint="use --raw (raw=True in Python)"
@@ -210,15 +210,12 @@ class PromptEncoder:
             end=end,
         )
         if isinstance(prompt, str):
-            return await render([Message(role="user", content=prompt)])
+            return await render([Message(role="user", content=prompt)]), ()
         try:
-            return await render(prompt)
+            return await render(prompt), ()
         except TooLongError:
             raise
         except RequestError:
             if self.refuse_late_system or not has_late_system(prompt):
                 raise
-        text = await render(one_system_message(prompt))
-        if left_out is not None:
-            left_out.append("place of system messages")
-        return text
+        return await render(one_system_message(prompt)), ("place of system messages",)

@@ -17,7 +17,6 @@ from lowbit.formats.errors import LowbitError, RequestError, SettingError, TooLo
 from lowbit.formats.sampling_ranges import SEEDS, SETTINGS
 from lowbit.formats.text.template import REASONING, THINKING
 from lowbit.formats.text.worker import Ask, blocking
-from lowbit.runtime.engine.image_input import EncodedPrompt
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.errors import ClientLeftError, invalid, of_lowbit
@@ -304,32 +303,24 @@ async def encode(model: ServedModel, asked: Asked, left_out: list[str], ask: Ask
         tools = ()  # the model may answer without one
         left_out.append("tools")
     messages = without_data([_with_cut_calls_as_text(each) for each in asked.messages], left_out)
-    tries: list[tuple[EncodedPrompt, list[str]]] = []  # and names that each leaves out
-
-    async def made_of(some: Sequence[Mapping[str, Any]]) -> EncodedPrompt:
-        names: list[str] = []
-        prompt = await model.prompts.encode_prompt_later(
-            some,
-            thinking=asked.thinking,
-            tools=tools,
-            template_arguments=asked.template_arguments,
-            left_out=names,
-            ask=ask,
-            end=asked.end,
-        )
-        tries.append((prompt, names))
-        return prompt
-
+    made_of = partial(
+        model.prompts.encode_prompt_later,
+        thinking=asked.thinking,
+        tools=tools,
+        template_arguments=asked.template_arguments,
+        ask=ask,
+        end=asked.end,
+    )
     try:
         if asked.truncate:
             most = asked.max_new_tokens
             made, number = await shortened(made_of, messages, model.context, most)
         else:
             made, number = await made_of(messages), 0
-        left_out += next(names for prompt, names in tries if prompt is made)
-        left_out += [f"{number} oldest messages"] if number else []
     except TooLongError as error:
         raise TooLongError(str(error), hint=f"the context is {model.context} tokens") from None
+    left_out += made.left_out
+    left_out += [f"{number} oldest messages"] if number else []
     start = rest_start if asked.end == "last" else output_start
     begin = start(made.ids, model.tokenizer)
     if asked.end == "last" and asked.thinking not in (None, begin in THINKING_STARTS):

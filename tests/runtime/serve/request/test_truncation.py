@@ -235,6 +235,13 @@ def test_what_messages_that_go_would_leave_out_is_not_named(agents: Running) -> 
     assert found.headers[LEFT_OUT] == "1 oldest messages"
 
 
+def test_a_prompt_carries_the_names_of_what_it_leaves_out(agents: Running) -> None:
+    encode = agents.model.prompts.encode_prompt
+    late = [{"role": "user", "content": "Hi"}, {"role": "system", "content": "Be kind."}]
+    assert encode([*late, late[0]]).left_out == ("place of system messages",)
+    assert encode([*late[::-1], late[0]]).left_out == encode("Hi").left_out == ()
+
+
 def test_short_ones_are_left_alone(agents: Running, caplog: pytest.LogCaptureFixture) -> None:
     usual, _ = prompt_of(agents, caplog, PATH, input=items(2))
     for truncation in ("auto", "disabled", None):
