@@ -14,7 +14,7 @@ from pydantic import (
 )
 
 from lowbit.formats.sampling_ranges import MOST_BIASES
-from lowbit.runtime.serve.errors import cut, misspelt
+from lowbit.runtime.serve.errors import misspelt
 from lowbit.runtime.serve.request.explain import got
 from lowbit.runtime.serve.settings import MOST_CHOICES, MOST_STOP_CHARACTERS, MOST_STOPS
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from lowbit.runtime.serve.request.contents import Content
 
 IGNORED = "ignored"
-MOST_UNKNOWN = 16  # names of unknown fields in one line of the log
-MOST_LEFT_OUT = 8  # names of unknown fields of a body in it, and in the header
+MOST_LEFT_OUT = 8  # names of unknown fields of a body in the log, and in the header
 MOST_COMPARED = 128  # unknown fields that are looked at for slips; forms of clients have fewer
 LEAST_LETTERS = 5  # of a name with a slip; `top_a` is no slip of `top_k`
 # Fields of messages, items and tools that clients always send and that change no answer.
@@ -32,7 +31,7 @@ QUIET = frozenset(
         *("allowed_callers", "annotations", "cache_control", "caller", "citations", "data"),
         *("defer_loading", "eager_input_streaming", "encrypted_content", "end_turn", "id"),
         *("index", "input_examples", "is_error", "logprobs", "output_schema", "phase"),
-        *("prompt_cache_breakpoint", "provider_specific_fields", "signature", "status"),
+        *("prompt_cache_breakpoint", "provider_specific_fields", "signature", "status", "type"),
     )
 )
 EXACT = 1 << 53  # below it a float holds every integer
@@ -110,7 +109,8 @@ class TolerantBody(Body):
         """Drop unknown fields, and add their names to the context of the validation."""
         if self.__pydantic_extra__:
             if names is not None:
-                names.update(self.__pydantic_extra__.keys() - QUIET)
+                unknown = self.__pydantic_extra__.items()
+                names.update(name for name, each in unknown if name not in QUIET and _says(each))
             self.__pydantic_extra__.clear()
 
 
@@ -180,8 +180,8 @@ class ModelBody(Body):
 
     model: str | None = None
     _shows_images: bool = PrivateAttr(default=False)
-    _unknown: Set[str] = frozenset()  # no field of `Body`, which would cost each message
-    _left_out: Sequence[str] = ()  # names of its own fields that are not known
+    # Names of fields that are not known: its own, and `*.NAME` of messages, items and tools
+    _left_out: Sequence[str] = ()
 
     @classmethod
     def read(cls, content: dict[str, Any]) -> Self:
@@ -192,6 +192,7 @@ class ModelBody(Body):
             ApiError: a field's name is misspelt.
         """
         names: set[str] = set()
+        own: list[str] = []
         if content.keys() <= cls.NAMED:
             body = cls.model_validate(content, context=names)
         else:
@@ -200,8 +201,8 @@ class ModelBody(Body):
             if (slip := slip_in(unknown, cls.KNOWN - cls.IGNORED - given.keys())) is not None:
                 raise misspelt(*slip)
             body = cls.model_validate(given, context=names)
-            body._left_out = sorted(name for name, each in unknown.items() if _says(each))
-        body._unknown = names
+            own = sorted(name for name, each in unknown.items() if _says(each))
+        body._left_out = [*own, *(f"*.{name}" for name in sorted(names))]
         return body
 
     def left_out(self) -> list[str]:
@@ -211,10 +212,9 @@ class ModelBody(Body):
         return [*found, f"{more} more fields"] if more else found
 
     def ignored(self) -> list[str]:
-        """Ignored fields that were given a value, and unknown ones of messages and tools."""
+        """Ignored fields that were given a value."""
         given = self.model_fields_set & self.IGNORED
-        names = sorted(name for name in given if getattr(self, name) is not None)
-        return [*names, *(f"*.{cut(name)}" for name in sorted(self._unknown)[:MOST_UNKNOWN])]
+        return sorted(name for name in given if getattr(self, name) is not None)
 
     @property
     def shows_images(self) -> bool:

@@ -51,17 +51,19 @@ UNKNOWN: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "fields"), UNKNOWN)
-def test_unknown_fields_of_history_and_tools_are_ignored_and_named_once(
+def test_unknown_fields_of_history_and_tools_are_left_out_and_named_once(
     agents: Running,
     caplog: pytest.LogCaptureFixture,
     path: str,
     fields: dict[str, Any],
 ) -> None:
-    prompt, _ = prompt_of(agents, caplog, path, **fields)
+    prompt, found = prompt_of(agents, caplog, path, **fields)
+    names = ["field *.x", "field *.y", "field *.z"]
+    assert found.headers[LEFT_OUT].split(", ")[:3] == names
     [line] = [each for each in caplog.messages if each.startswith(f"POST {path} ")]
-    assert "ignored *.x *.y *.z" in line
+    assert f"left out {' and '.join(names)}" in line
     assert '"z"' not in prompt
-    assert post(agents, path, **fields, top=1).headers[LEFT_OUT].endswith("field top")
+    assert post(agents, path, **fields, top=1).headers[LEFT_OUT].startswith("field top, field *.x")
 
 
 PICTURES: list[tuple[str, str, dict[str, Any]]] = [

@@ -87,8 +87,15 @@ def test_few_errors_are_collected(
 
 
 def test_few_unknown_fields_of_a_message_are_named() -> None:
-    body = parsed(ChatBody, messages=[{**TURN, **{f"u{number}" * 99: 1 for number in range(3000)}}])
-    assert len(" ".join(body.ignored())) < 4000
+    turns = [{**TURN, **{f"u{number:04}": 1 for number in range(3000)}}, {**TURN, "u0000": 2}]
+    body = parsed(ChatBody, messages=turns, mood=1)
+    named = [f"field *.u{number:04}" for number in range(MOST_LEFT_OUT - 1)]
+    assert body.left_out() == ["field mood", *named, f"{3001 - MOST_LEFT_OUT} more fields"]
+
+
+def test_an_empty_field_of_a_message_is_not_named() -> None:
+    given: dict[str, Any] = {"a": None, "b": [], "c": "", "d": {}, "index": 1, "e": False}
+    assert parsed(ChatBody, messages=[{**TURN, **given}]).left_out() == ["field *.e"]
 
 
 SILENT: list[tuple[str, object, object]] = [
