@@ -45,6 +45,7 @@ BODIES = (
 )
 HANDLED = (ApiError, LowbitError, HTTPException, RequestValidationError, ClientLeftError)
 V1 = "/v1"
+SENT_PATH = "lowbit.path"  # key of a scope: the path as the client sent it
 CLIENT_LEFT = 499  # nginx's status for a client that left; nobody reads the response
 
 
@@ -107,7 +108,7 @@ def _shown(request: HttpRequest, error: Exception) -> ApiError:
     if isinstance(error, LowbitError):
         return of_lowbit(error)
     if isinstance(error, HTTPException):
-        method = f"{request.method} {cut(request.scope['path'])}"
+        method = f"{request.method} {cut(request.scope[SENT_PATH])}"
         message = f"{method}: {error.detail}" if isinstance(error.detail, str) else method
         return ApiError(error.status_code, message, headers=error.headers or {})
     return ApiError(400, str(error))
@@ -136,6 +137,7 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or run the application's life."""
         if "path" in scope:
+            scope[SENT_PATH] = scope["path"]
             scope["path"] = self._own_path(scope["path"])
         direct = scope.get("method") == "POST" and scope["path"] in self._routes
         await (self._outermost if direct else self._app)(scope, receive, send)
@@ -181,7 +183,7 @@ class Outermost:
         service = self._service
         client = client_of(scope)
         record = scope["lowbit.record"] = Record(client, id_of(scope["headers"]))
-        path = scope["path"]
+        path, sent = scope["path"], scope[SENT_PATH]
         asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
         async def noting(message: MutableMapping[str, Any]) -> None:
@@ -194,7 +196,7 @@ class Outermost:
         try:
             check_access(path, scope["headers"], scope["http_version"], service.settings)
             if path.endswith("\n"):  # the end of a route's pattern matches before it
-                raise ApiError(404, f"{scope['method']} {cut(path)}: Not Found")
+                raise ApiError(404, f"{scope['method']} {cut(sent)}: Not Found")
             if scope["method"] == "POST":
                 service.check_pending(client)
             await self._app(asked, receive, noting)
@@ -204,7 +206,7 @@ class Outermost:
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # those of libraries in Rust are no Exceptions
-            log.exception("%s %s failed", scope["method"], cut(path))
+            log.exception("%s %s failed", scope["method"], cut(sent))
             if record.status:
                 raise
             # It tells nothing about the machine; the log has the rest.
@@ -223,6 +225,6 @@ class Outermost:
         metrics.finished.update(record.reasons)
         if record.prompt_tokens:
             metrics.whole.observe(record.seconds)
-        log.info("%s", record.line(scope["method"], scope["path"], status))
+        log.info("%s", record.line(scope["method"], scope[SENT_PATH], status))
         for text in record.text:
             log.info("%s", text)

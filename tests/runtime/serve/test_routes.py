@@ -54,6 +54,26 @@ def test_the_base_url_of_a_client_may_lack_or_double_v1(server: Running, base: s
             assert client.get(path).status_code == 404
 
 
+@pytest.mark.parametrize("base", ["", "/v1", "/v1/v1"])
+def test_the_path_that_the_client_sent_is_logged_and_refused(
+    server: Running, base: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    until(lambda: not server.service.active)  # the log has all requests before
+    caplog.clear()
+    with caplog.at_level("INFO", "lowbit.serve"):
+        for path in ("/models", "/chat/completions"):
+            assert httpx2.post(server.url + base + path, content=b"").status_code >= 400
+        wrong = httpx2.get(f"{server.url}{base}/messages").json()
+        until(lambda: not server.service.active)
+    logged = [each.split(" ")[:2] for each in caplog.messages]
+    assert logged == [
+        ["POST", f"{base}/models"],
+        ["POST", f"{base}/chat/completions"],
+        ["GET", f"{base}/messages"],
+    ]
+    assert f"GET {base}/messages: " in wrong["error"]["message"]
+
+
 def test_other_methods_are_told_those_that_fit(server: Running) -> None:
     with httpx2.Client(base_url=server.url) as client:
         wrong = client.delete("/health")
