@@ -70,7 +70,7 @@ def test_pictures_differ(script: ModuleType, name: str, kind: str) -> None:
     assert urls[0] == draw(200, Random(1))
 
 
-@pytest.mark.parametrize("tokenizer", [None, SEEING], ids=["bytes", "copied"])
+@pytest.mark.parametrize("tokenizer", [None, SEEING], ids=["trained", "copied"])
 def test_random_models_with_towers_see(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Path | None
 ) -> None:

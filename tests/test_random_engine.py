@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 import lowbit.runtime as lowbit
+from lowbit.convert.pipeline.estimate import BYTES_A_TOKEN, EVAL_BYTES_A_TOKEN
+from lowbit.convert.texts.calibration import bundled_texts
+from lowbit.convert.texts.evaluation import default_texts
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.layout.scheme import Scheme
 
@@ -106,3 +109,23 @@ def test_packed_checkpoints_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     model = lowbit.load(tmp_path / "model", device="cpu", context=64)
     assert len(list(model.engine.generate([1, 2, 3], lowbit.SamplingParams(), 4))) == 4
     model.close()
+
+
+def test_texts_have_as_many_tokens_as_by_a_real_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a report or a calibration of random weights takes as long as one of real ones."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    checkpoints = importlib.import_module("make_random_checkpoint")
+    first = checkpoints.FIRST_SPECIAL["qwen3"]
+    made = checkpoints.tokenizer(first)
+    assert made.to_str() == checkpoints.tokenizer(first).to_str()
+    specials = [made.token_to_id(each) for each in checkpoints.SPECIALS]
+    assert specials == [first, first + 1, first + 2]
+    assert made.get_vocab_size() == first + 3
+    for texts, expected in (
+        ([text.content for text in default_texts()], EVAL_BYTES_A_TOKEN),
+        (bundled_texts(), BYTES_A_TOKEN),
+    ):
+        ids = [made.encode(text).ids for text in texts]
+        size = sum(len(text.encode()) for text in texts)
+        assert size / sum(map(len, ids)) == pytest.approx(expected, rel=0.03)
+        assert [made.decode(each) for each in ids] == list(texts)

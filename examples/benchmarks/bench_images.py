@@ -5,7 +5,7 @@ Run: python examples/benchmarks/bench_images.py [--size 3.5-4B] [-- OPTIONS OF l
     python examples/benchmarks/bench_images.py --url http://localhost:8000 [--model NAME]
 Without --url a server is started on this machine: `lowbit-run serve` on random INT4 weights of SIZE
 with a BF16 vision tower, or vLLM in FP8, which makes up the weights of the same config.json.
---tokenizer takes the tokenizer and chat template of a folder; else a token is a byte. --folder
+--tokenizer takes the tokenizer and chat template of a folder; else one is made up. --folder
 keeps the model's folder for another run. --site is a folder that holds vLLM and what it needs,
 where it is not installed; without flashinfer it needs `-- --gdn-prefill-backend triton` on Hopper.
 Two GPUs: `-- --tensor-parallel 2`, with --vllm `-- --tensor-parallel-size 2`.
