@@ -25,7 +25,8 @@ from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.progress import Meter, Note, Progress
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
-from lowbit.convert.plan.memory import check_windows, costs_memory, sensitivity_memory
+from lowbit.convert.plan.calibration_memory import costs_memory
+from lowbit.convert.plan.memory import check_windows, sensitivity_memory
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.sets import (
     GROUPS,

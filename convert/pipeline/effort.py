@@ -13,16 +13,14 @@ from lowbit.convert.budget.target import TargetRequest
 from lowbit.convert.original.device import device_name
 from lowbit.convert.pipeline.estimate import DRAFTER, expected_windows, obstacle_of, units_of
 from lowbit.convert.plan.calibration_cost import Windows, measured_rate, shapes_of
-from lowbit.convert.plan.choice_of_method import needs_no_calibration
-from lowbit.convert.plan.effort import Effort, EffortPlan, Facts, Way, choose_way
-from lowbit.convert.plan.memory import (
-    Memory,
+from lowbit.convert.plan.calibration_memory import (
     calibration_memory,
     check_calibration,
-    check_windows,
     costs_memory,
-    sensitivity_memory,
 )
+from lowbit.convert.plan.choice_of_method import needs_no_calibration
+from lowbit.convert.plan.effort import Effort, EffortPlan, Facts, Way, choose_way
+from lowbit.convert.plan.memory import Memory, check_windows, sensitivity_memory
 from lowbit.convert.plan.method import RTN
 from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe

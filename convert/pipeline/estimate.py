@@ -20,6 +20,7 @@ from lowbit.convert.plan.calibration_cost import (
     rounding_seconds,
     shapes_of,
 )
+from lowbit.convert.plan.calibration_memory import calibration_memory
 from lowbit.convert.plan.choice_of_method import (
     GPTQ,
     Gain,
@@ -35,7 +36,6 @@ from lowbit.convert.plan.memory import (
     LIBRARIES_BYTES,
     Memory,
     block_elements,
-    calibration_memory,
     expected_blocks_bytes,
     peak_estimate,
 )

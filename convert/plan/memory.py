@@ -2,7 +2,7 @@
 
 Counted are the largest layer and what is made of it, the head's blocks of rows, and the states of
 all windows; and a quarter more for what the allocator keeps. Tests compare each count with the
-measured peak of a process.
+measured peak of a process. That of calibrations is in `calibration_memory`.
 """
 
 import math
@@ -14,15 +14,10 @@ import torch
 
 from lowbit.convert.original.walk import (
     BATCH_TOKENS,
-    COST_ROWS,
     HEAD_ROWS,
     HEAD_TOKENS,
-    LEARNING_TOKENS,
     SUM_TOKENS,
 )
-from lowbit.convert.plan.calibration_cost import Shapes, Windows, shapes_of
-from lowbit.convert.plan.method import Method
-from lowbit.convert.plan.sets import RANKED_BITS, FusedSet
 from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.formats.architectures.config import Config, Experts
 from lowbit.formats.architectures.footprint import kv_bytes, state_bytes
@@ -30,7 +25,6 @@ from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.folder_size import size
-from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.machine.memory import free_bytes, resident_bytes
 
 # Interpreter, torch, transformers and what their first calls keep, by builds without CUDA and with
@@ -51,22 +45,7 @@ CPU_ELEMENTS = 1 << 20
 CUDA_ELEMENTS = 1 << 24
 LEAST_ELEMENTS = 1 << 16  # one row of the widest known model, with room
 
-# Limits of a calibration, whose code reads them here.
-SOLVED_ROWS = {"cpu": 4096, "cuda": 32768}  # of the head at a time
-STATES_SHARE = 3  # one part of so many of a GPU's free memory may be hidden states
-WEIGHT_BYTES = 18  # original, its copy, the new one, the next layer's, two sets of codes
-AUTOROUND_BYTES = 16  # a weight more: positions, gradients, their squares
-SQUARES = 10  # K x K matrices in FP32: sums, also of windows held out, damped, ordered, factors
-# For each weight of the linears that are solved together: their rows, target, rest, steps, codes,
-# slope and copies; 24.6 to 29.5 were measured, H and U included.
-SOLVE_BYTES = 32
-NORMAL_ELEMENTS = 1 << 26  # of the normal equations of the scales of some rows
-NORMAL_BYTES = 12  # for each: equations, factors and a copy
-SMALL_GROUP = 64  # weights that share a scale in those equations
 PARTS_BYTES = 6  # on a GPU for each number that is multiplied in parts
-PRODUCTS_BYTES = 4 << 30  # of batches' moments that threads hold at a time
-AHEAD = 2  # of them that a thread makes before they are added up
-
 SCORES = 3  # sets of attention's scores: forward, softmax and gradient
 LOGIT_BYTES = 20  # for each logit of an answer's step: the model's, FP32, probabilities and copies
 LINEAR_BYTES = 64  # for each value of a linear layer and token of a prompt: FP32 and copies
@@ -120,23 +99,6 @@ def check_windows(
         fitting = windows - math.ceil((taken - (free_bytes(kind) or 0)) / need.window)
         check_free(work, taken, kind, less.format(fitting) if fitting > 0 else hint)
         hint = "--device cpu takes the machine's memory"
-
-
-def check_calibration(need: Memory, windows: Windows, device: str) -> None:
-    """Refuse a calibration that does not fit; hidden states may lie in RAM.
-
-    Raises:
-        ResourceError: it takes more memory than is free.
-    """
-    less = "give --calib-samples {} or fewer, or a shorter --calib-length"
-    fixed = "--method rtn takes a fixed amount of memory"
-    check_windows("calibration", need, windows.count, "cpu", less, fixed)
-    free = free_bytes(device) if device != "cpu" else None
-    states = need.window * windows.count
-    if free is not None:
-        least = need.gpu - (states if STATES_SHARE * states > free else 0)
-        hint = "--device cpu calibrates in the machine's memory; --method rtn needs less"
-        check_free("calibration", least, device, hint)
 
 
 def block_elements(
@@ -227,89 +189,9 @@ def linear_ends(layer: Iterable[TensorSpec], experts: Experts | None) -> float:
     )
 
 
-def _placed(ram: int, work: int, window: int, device: str) -> Memory:
-    """`work` bytes on the device, beside `ram` bytes that lie in RAM in any case."""
+def placed(ram: int, work: int, window: int, device: str) -> Memory:
+    """Memory of `work` bytes on the device, beside `ram` bytes that lie in RAM in any case."""
     return Memory(ram + work, 0, window) if device == "cpu" else Memory(ram, work, window)
-
-
-def products_at_a_time(K: int, sets: int, threads: int) -> int:
-    """Batches whose moments, [K, K] of each set of states, exist before they are added up."""
-    return min(AHEAD * threads, max(1, PRODUCTS_BYTES // (sets * 4 * K**2)))
-
-
-def _solve_bytes(N: int, K: int, products: int, device: str) -> int:
-    """Bytes of the moments of an input [tokens, K], and of the codes of all [N, K] that read it.
-
-    Args:
-        products: batches whose moments exist at a time.
-    """
-    squares = (SQUARES + 2 * products) * 4 * K**2
-    normals = min(NORMAL_ELEMENTS, N * (K // SMALL_GROUP) ** 2)
-    parts = 0 if device == "cpu" else PARTS_BYTES * (K**2 + N * K)
-    return squares + SOLVE_BYTES * N * K + NORMAL_BYTES * normals + parts
-
-
-def calibration_memory(
-    shapes: Shapes, method: Method, windows: Windows, device: str, threads: int
-) -> Memory:
-    """Peak memory of a calibration.
-
-    That of the largest layer, the next one, and the input that takes most, or of the head, whose
-    codes lie in RAM twice; and of the hidden states of all windows, which are on a GPU where they
-    take a third of its free memory at most.
-    """
-    workers = threads if device == "cpu" else 1
-    largest = max(sum(map(math.prod, layer)) for layer in shapes.layers)
-    widest = max(N for layer in shapes.layers for N, _ in layer)
-    batch = max(LEARNING_TOKENS[device], windows.length)
-    batches = math.ceil(windows.tokens / batch)
-    passing = min(batches, workers) * batch * (4 * widest + 8 * shapes.hidden) * 4
-    head, in_ram, solving = 0, 0, 0
-    if (shapes.vocabulary, shapes.hidden) in shapes.solved:
-        head = min(SOLVED_ROWS[device], shapes.vocabulary)
-        in_ram = 2 * shapes.vocabulary * shapes.hidden
-    of_head = head * shapes.hidden * WORKER_BYTES
-    if method.codes == "gptq":
-        for N, K in shapes.together:
-            products = min(batches, products_at_a_time(K, 2, workers))
-            solving = max(solving, _solve_bytes(N, K, products, device))
-        of_head = _solve_bytes(head, shapes.hidden, 1, device) if head else 0
-    passed = passing + largest * (WEIGHT_BYTES + AUTOROUND_BYTES * method.autoround)
-    # Sets of hidden states: the original's, the quantized model's, and both before the experts.
-    sets = 1 if method.from_original else 4 if shapes.routed else 2
-    window = sets * 4 * windows.length * shapes.hidden * 5 // 4
-    states = window * windows.count
-    if device == "cpu":  # a pass has as much again of copies, freed before linears are solved
-        work = max((passed + passing) * 5 // 4, passed * 5 // 4 + solving)
-        work = max(work, (of_head + in_ram) * 5 // 4)
-        return Memory(BASE_BYTES + states + work, 0, window)
-    work = max(passed + solving, of_head) * 5 // 4
-    return Memory(BASE_BYTES + states + in_ram, states + work, window)
-
-
-def costs_memory(
-    config: Mapping[str, Any],
-    sets: Sequence[FusedSet],
-    method: Method,
-    windows: tuple[int, int, int],
-    device: str,
-    threads: int,
-) -> Memory:
-    """Peak memory of measuring the cost of every set.
-
-    Args:
-        windows: to learn from, to measure on, and tokens of each.
-    """
-    learned, rotated, length = windows
-    schemes = dict.fromkeys((m for fused in sets for m in fused.modules), Scheme(RANKED_BITS))
-    given = Windows(learned, length)
-    base = calibration_memory(shapes_of(config, schemes), method, given, device, threads)
-    V, h = tensor_table(config)[0].shape
-    window = (len(sets) + 2) * length * h * 4 * 5 // 4
-    workers = threads + 1 if device == "cpu" else 1
-    logits = 4 * HEAD_TOKENS[device] * min(V, COST_ROWS[device]) * 4 * workers
-    work = rotated * window + 3 * V * h * 4 + logits
-    return _placed(base.ram, base.gpu + work, window, device)
 
 
 def sensitivity_memory(
@@ -356,7 +238,7 @@ def sensitivity_memory(
     window = 4 * (1 + 2 * draws) * t * h * 5 // 4
     kept = 2 * len(layers) * t * h
     work = count * window + 4 * max(layer, head) * 5 // 4
-    return _placed(BASE_BYTES + count * kept, work, window + kept, device)
+    return placed(BASE_BYTES + count * kept, work, window + kept, device)
 
 
 def logits_peak_bytes(
@@ -468,7 +350,7 @@ def training_memory(
     window = 4 * 7 * T * h // 2
     trunk = logits_peak_bytes(config, windows, device=device)
     work = max(count * window + 4 * values * 3 // 2, trunk)
-    return _placed(BASE_BYTES + 4 * 3 * P, work, window, device)
+    return placed(BASE_BYTES + 4 * 3 * P, work, window, device)
 
 
 def answer_bytes(config: Config, prompt: int, tokens: int, itemsize: int) -> int:

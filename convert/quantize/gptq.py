@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.convert.plan.memory import NORMAL_ELEMENTS
+from lowbit.convert.plan.calibration_memory import NORMAL_ELEMENTS
 from lowbit.convert.quantize.columns import compensate, polish
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.rtn import SCALE_DTYPE, TINY

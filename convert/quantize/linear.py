@@ -11,7 +11,7 @@ from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.threads import Pool
 from lowbit.convert.original.walk import LEARNING_TOKENS, pass_through
-from lowbit.convert.plan.memory import SOLVED_ROWS
+from lowbit.convert.plan.calibration_memory import SOLVED_ROWS
 from lowbit.convert.plan.method import Method
 from lowbit.convert.quantize.gptq import (
     Factor,

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowbit.convert.original.layer import Layer, hooked, probed
 from lowbit.convert.original.threads import Pool, ordered
 from lowbit.convert.original.walk import LEARNING_TOKENS, batches, passing
-from lowbit.convert.plan.memory import products_at_a_time
+from lowbit.convert.plan.calibration_memory import products_at_a_time
 from lowbit.convert.quantize.gptq import Factor
 from lowbit.convert.quantize.windows import WindowStates
 from lowbit.formats.errors import QuantizationError

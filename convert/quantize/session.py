@@ -13,7 +13,7 @@ from lowbit.convert.original.progress import Note, Progress, unsaid
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
 from lowbit.convert.plan.calibration_cost import Windows, shapes_of
-from lowbit.convert.plan.memory import calibration_memory, check_calibration
+from lowbit.convert.plan.calibration_memory import calibration_memory, check_calibration
 from lowbit.convert.plan.plan import Plan
 from lowbit.convert.quantize.calibrate import calibrate
 from lowbit.convert.quantize.store import Calibrated, Store

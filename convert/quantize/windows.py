@@ -10,7 +10,7 @@ from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.walk import LEARNING_TOKENS, batches, embed
 from lowbit.convert.plan.calibration_cost import STEP_TOKENS
-from lowbit.convert.plan.memory import STATES_SHARE
+from lowbit.convert.plan.calibration_memory import STATES_SHARE
 from lowbit.formats.machine.memory import free_bytes
 
 SHARE = 16  # one window of so many is held out, none of fewer

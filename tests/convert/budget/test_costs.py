@@ -12,7 +12,7 @@ from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.progress import silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import open_weights
-from lowbit.convert.plan.memory import costs_memory
+from lowbit.convert.plan.calibration_memory import costs_memory
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.sets import Choice, FusedSet, fused_sets
 from lowbit.convert.quantize.linear import LinearQuantizer, QuantizedLinear, nearest

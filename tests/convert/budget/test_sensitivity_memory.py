@@ -13,12 +13,8 @@ from lowbit.convert.budget.lookup import Settings, find_or_estimate
 from lowbit.convert.original.weights import open_dense
 from lowbit.convert.pipeline.finetune import finetune_mtp
 from lowbit.convert.plan import memory
-from lowbit.convert.plan.memory import (
-    BASE_BYTES,
-    costs_memory,
-    sensitivity_memory,
-    training_memory,
-)
+from lowbit.convert.plan.calibration_memory import costs_memory
+from lowbit.convert.plan.memory import BASE_BYTES, sensitivity_memory, training_memory
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.sets import fused_sets
 from lowbit.formats.errors import ResourceError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbit.convert.plan import calibration_cost as cost
-from lowbit.convert.plan import memory
+from lowbit.convert.plan import calibration_memory as memory
 from lowbit.convert.plan.calibration_cost import (
     Shapes,
     Windows,

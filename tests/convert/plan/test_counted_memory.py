@@ -6,14 +6,19 @@ import pytest
 
 from lowbit.convert.plan import memory
 from lowbit.convert.plan.calibration_cost import Windows, shapes_of
-from lowbit.convert.plan.memory import (
-    Memory,
+from lowbit.convert.plan.calibration_memory import (
+    NORMAL_BYTES,
+    NORMAL_ELEMENTS,
+    SOLVE_BYTES,
     calibration_memory,
     check_calibration,
+    products_at_a_time,
+)
+from lowbit.convert.plan.memory import (
+    Memory,
     check_free,
     check_windows,
     logits_peak_bytes,
-    products_at_a_time,
     training_memory,
 )
 from lowbit.convert.plan.method import Method
@@ -125,15 +130,16 @@ def test_linears_that_are_solved_together_count_together(small_config: Config) -
         return calibration_memory(shapes, Method("gptq"), Windows(256, 512), "cpu", 2).ram
 
     gate = 12288 * 4096
-    normals = memory.NORMAL_ELEMENTS - 12288 * 64**2  # both have more than are held at a time
-    work = memory.SOLVE_BYTES * gate + memory.NORMAL_BYTES * normals
+    normals = NORMAL_ELEMENTS - 12288 * 64**2  # both have more than are held at a time
+    work = SOLVE_BYTES * gate + NORMAL_BYTES * normals
     assert ram(("down_proj",)) - ram(("down_proj", "gate_proj")) == pytest.approx(work)
     assert ram(()) == ram(("gate_proj",))  # moments of 12,288 columns take more than both
 
 
 def test_a_calibration_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {"cpu": 3 * GB, "cuda": 10 * GB}
-    monkeypatch.setattr(memory, "free_bytes", free.__getitem__)
+    for module in ("memory", "calibration_memory"):
+        monkeypatch.setattr(f"lowbit.convert.plan.{module}.free_bytes", free.__getitem__)
     windows = Windows(256, 512)
     check_calibration(Memory(3 * GB, 0, 10_000_000), windows, "cpu")
     with pytest.raises(ResourceError) as caught:
