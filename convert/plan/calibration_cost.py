@@ -35,6 +35,7 @@ from lowbit.convert.original.device import tensor_cores
 from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.plan.method import Method
 from lowbit.formats.architectures import read_config, tensor_table
+from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.layout.scheme import Scheme
 
 PASSES = {"rtn": 1.0, "weighted": 1.0, "gptq": 4.3}  # of the layers, by how codes are chosen
@@ -93,11 +94,15 @@ class Shapes:
     # a token is routed to one.
     inputs: tuple[tuple[int, ...], ...]
     solved: tuple[tuple[int, int], ...]  # [N, K] of each quantized linear, the head included
-    together: frozenset[tuple[int, int]]  # [N, K] of the linears of a layer that read one input
+    # [N, K] of the linears of a layer that read one input, those of experts aside
+    together: frozenset[tuple[int, int]]
     vocabulary: int  # rows of the head
     hidden: int  # its columns
     active: int  # weights of the matrices of all layers that a token passes through
     routed: bool  # there are experts, of which a token passes through some
+    # [N, K] of the linears of an expert that read one input
+    of_expert: frozenset[tuple[int, int]] = frozenset()
+    share: Fraction = Fraction(1)  # of the tokens, that an expert sees on average
 
     @cached_property
     def weights(self) -> int:
@@ -120,7 +125,8 @@ def shapes_of(
     passed = Fraction(0)
     layers: dict[str, list[tuple[int, int]]] = defaultdict(list)
     inputs: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
-    together: dict[str, tuple[int, int]] = {}
+    together: dict[tuple[str, int | None], tuple[int, int]] = {}  # by name and expert
+    of_expert: dict[tuple[str, int | None], tuple[int, int]] = {}
     solved = []
     for spec in table:
         match = LAYER.match(spec.name)
@@ -139,7 +145,9 @@ def shapes_of(
             if scheme is not None:
                 name = spec.fused_set or spec.module
                 inputs[match[1]][name] = (K,) * chosen
-                together[name] = (together.get(name, (0, K))[0] + N, K)
+                expert = expert_of(spec.module)
+                of_one = together if expert is None else of_expert
+                of_one[name, expert] = (of_one.get((name, expert), (0, K))[0] + N, K)
     vocabulary, hidden = table[0].shape
     return Shapes(
         layers=tuple(map(tuple, layers.values())),
@@ -150,6 +158,8 @@ def shapes_of(
         hidden=hidden,
         active=int(passed),
         routed=experts is not None,
+        of_expert=frozenset(of_expert.values()),
+        share=Fraction(1) if experts is None else Fraction(experts.chosen, experts.count),
     )
 
 

@@ -5,6 +5,7 @@ Counted as in `memory`. A calibration reads its limits here.
 
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from lowbit.convert.original.walk import COST_ROWS, HEAD_TOKENS, LEARNING_TOKENS
@@ -36,6 +37,7 @@ NORMAL_ELEMENTS = 1 << 26  # of the normal equations of the scales of some rows
 NORMAL_BYTES = 12  # for each: equations, factors and a copy
 SMALL_GROUP = 64  # weights that share a scale in those equations
 PRODUCTS_BYTES = 4 << 30  # of batches' moments that threads hold at a time
+INPUTS = 5  # of an expert's tokens: in both models, as they are and with capped norms, and squares
 AHEAD = 2  # of them that a thread makes before they are added up
 
 
@@ -73,6 +75,22 @@ def _solve_bytes(N: int, K: int, products: int, device: str) -> int:
     return squares + SOLVE_BYTES * N * K + NORMAL_BYTES * normals + parts
 
 
+def _experts_bytes(shapes: Shapes, windows: Windows, workers: int, device: str) -> int:
+    """Bytes of choosing the codes of experts, of which each worker has one.
+
+    One of these sees twice as many tokens as an expert on average.
+    """
+    seen = min((workers + 1) * shapes.share, Fraction(workers))
+    tokens = math.ceil(seen * windows.tokens)
+    return max(
+        (
+            workers * _solve_bytes(N, K, 1, device) + 4 * INPUTS * tokens * K
+            for N, K in shapes.of_expert
+        ),
+        default=0,
+    )
+
+
 def calibration_memory(
     shapes: Shapes, method: Method, windows: Windows, device: str, threads: int
 ) -> Memory:
@@ -97,6 +115,7 @@ def calibration_memory(
         for N, K in shapes.together:
             products = min(batches, products_at_a_time(K, 2, workers))
             solving = max(solving, _solve_bytes(N, K, products, device))
+        solving = max(solving, _experts_bytes(shapes, windows, workers, device))
         of_head = _solve_bytes(head, shapes.hidden, 1, device) if head else 0
     passed = passing + largest * (WEIGHT_BYTES + AUTOROUND_BYTES * method.autoround)
     # Sets of hidden states: the original's, the quantized model's, and both before the experts.

@@ -136,6 +136,24 @@ def test_linears_that_are_solved_together_count_together(small_config: Config) -
     assert ram(()) == ram(("gate_proj",))  # moments of 12,288 columns take more than both
 
 
+def test_experts_are_chosen_one_a_thread_by_their_own_tokens() -> None:
+    config = open_checkpoint(MIXTURE).config
+    found = shapes_of(config, Recipe().schemes(tensor_table(config)))
+    assert found.together == {(512, 256), (256, 256)}
+    assert found.of_expert == {(256, 256), (256, 128)}  # of one, not of all six
+    for device, threads in (("cpu", 2), ("cuda", 16)):
+        few, more = (
+            calibration_memory(found, Method("gptq"), Windows(count, 512), device, threads)
+            for count in (400, 800)
+        )
+        grown = more.ram - few.ram if device == "cpu" else more.gpu - few.gpu
+        # Of six experts a token sees two; inputs of both models, as they are, scaled and squared.
+        workers, slack = (2, 1.0) if device == "cpu" else (1, 5 / 4)
+        tokens = 400 * 512 * 2 // 6 * (workers + 1)
+        expected = slack * 4 * 5 * 256 * tokens
+        assert grown - 400 * few.window == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_calibration_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {"cpu": 3 * GB, "cuda": 10 * GB}
     for module in ("memory", "calibration_memory"):

@@ -47,6 +47,7 @@ def planned(*command: str) -> int:
         ("tiny-qwen3", ()),
         ("tiny-qwen3.5", ("--method", "gptq")),
         ("tiny-qwen3-moe", ()),
+        ("tiny-qwen3-moe", ("--method", "gptq")),
         ("0.6B", ("--method", "rtn")),
         ("0.6B", ("--method", "weighted", "--calib-samples", "16")),
         ("0.6B", ("--method", "gptq", "--calib-samples", "16")),
