@@ -1,4 +1,4 @@
-"""What trains a drafter for a real model: its layers, its loss and its prompts."""
+"""Training a drafter for a real model: its layers, its loss and its prompts."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def trainer() -> dict[str, Any]:
 
 
 def test_trained_layers_are_those_of_plain_torch(trainer: dict[str, Any], tmp_path: Path) -> None:
-    """Of blocks of two texts at once, which see what is before them alone."""
+    """Blocks of two texts at once see nothing but what is before them."""
     torch.manual_seed(0)
     sizes = trainer["sizes_of"](TARGET, 3)
     assert sizes.taps == (1, 6, 11, 16, 21)

@@ -37,8 +37,8 @@ NORMAL_ELEMENTS = 1 << 26  # of the normal equations of the scales of some rows
 NORMAL_BYTES = 12  # for each: equations, factors and a copy
 SMALL_GROUP = 64  # weights that share a scale in those equations
 PRODUCTS_BYTES = 4 << 30  # of batches' moments that threads hold at a time
-INPUTS = 5  # of an expert's tokens: in both models, as they are and with capped norms, and squares
 AHEAD = 2  # of them that a thread makes before they are added up
+INPUTS = 5  # of an expert's tokens: in both models, as they are and with capped norms, and squares
 
 
 def check_calibration(need: Memory, windows: Windows, device: str) -> None:

@@ -94,8 +94,8 @@ class Blocks:
     SIZE: int  # of a block's step
     BLOCKS: int  # of 256 elements of a token, whose squares are summed
     BOUNDS: int  # of a row, the largest of which counts: programs that each take some of its blocks
-    # Whether scales of 16 tokens lie as a row of four lanes reads them: for lane t those of tokens
-    # 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 side by side.
+    # Scales of 16 tokens lie as a row of four lanes reads them: for lane t those of tokens 2 t,
+    # 2 t + 1, 2 t + 8 and 2 t + 9 side by side.
     SIXTEENS: bool
 
 

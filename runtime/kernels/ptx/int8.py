@@ -75,8 +75,8 @@ def steps_code(columns, plan):
         lines.append(f".reg .b32 d{s}_<{own}>, a{s}_<16>, w{s}_<{each}>;")
         lines.append(f".reg .f32 s{s}_<{2 * groups}>;")
     lines += ["setp.ne.b32 more, 1, 0;", "setp.ne.b32 first, 0, 0;"]
-    # What `redux` gives lies in a register of the warp, where wgmma wants its descriptors: added to
-    # lane by lane, each of them would have to be moved there. Two sets have not been timed so.
+    # The result of `redux` lies in a register of the warp, where wgmma wants its descriptors: added
+    # to lane by lane, each of them would have to be moved there. Two sets have not been timed so.
     same = "redux.sync.min.u32 base, {}, 0xffffffff;" if sets == 1 else "mov.b32 base, {};"
     lines.append(same.format(desc))
     tasks = [
@@ -121,15 +121,14 @@ def steps_code(columns, plan):
     def end(n):  # scale a task's sums, and add them
         j, g, c = tasks[n]
         p = j % sets
-        each = 2 if plan.X.SIXTEENS else 1  # eights of tokens whose scales a lane loads together
+        beside = 2 if plan.X.SIXTEENS else 1  # eights of tokens whose scales a lane loads together
         for i in range(chunk // 8):
             eight = c * chunk // 8 + i
-            first = 2 * (eight % each)  # of x
+            first = 2 * (eight % beside)  # of x
             if i == 0 or first == 0:
-                names = [
-                    f"x{k}" for k in range(first, 2 * min(each, eight % each + chunk // 8 - i))
-                ]
-                offset = j * stage + (g * tokens + eight // each * each * 8 + first) * 4
+                last = min(2 * beside, first + 2 * (chunk // 8 - i))
+                names = [f"x{k}" for k in range(first, last)]
+                offset = j * stage + (g * tokens + eight // beside * beside * 8 + first) * 4
                 loads = f"{{{', '.join(names)}}}, [{scales_at} + {offset}];"
                 lines.append(f"ld.shared.v{len(names)}.f32 {loads}")
             for e in range(4):

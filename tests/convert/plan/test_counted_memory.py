@@ -147,7 +147,7 @@ def test_experts_are_chosen_one_a_thread_by_their_own_tokens() -> None:
             for count in (400, 800)
         )
         grown = more.ram - few.ram if device == "cpu" else more.gpu - few.gpu
-        # Of six experts a token sees two; inputs of both models, as they are, scaled and squared.
+        # A token sees two of six experts; inputs of both models, as they are, scaled and squared.
         workers, slack = (2, 1.0) if device == "cpu" else (1, 5 / 4)
         tokens = 400 * 512 * 2 // 6 * (workers + 1)
         expected = slack * 4 * 5 * 256 * tokens

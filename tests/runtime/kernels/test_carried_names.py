@@ -23,7 +23,7 @@ Values = frozenset[Any]  # what a name may stand for: equal ones are one value
 
 
 class Names:
-    """Which names of a kernel may stand for one value, as far as its text says."""
+    """Names of a kernel that may stand for one value, as far as its text says."""
 
     def __init__(self, function: ast.FunctionDef) -> None:
         self.values: dict[str, Values] = {}
