@@ -20,7 +20,7 @@ class Int8Launch:
     tokens: int  # of a block
     row_groups: int  # warpgroups side by side, 64 rows each
     steps: int  # of a turn
-    chunk: int  # tokens of a product
+    chunk: int  # tokens of a product: a multiple of 16
     sets: int  # of integer sums, of which one is multiplied while the other is converted
     programs: int  # beside each other on a multiprocessor
     ahead: int  # turns of words that a lane has in flight
@@ -30,11 +30,6 @@ class Int8Launch:
     def warps(self) -> int:
         """Warps of a program."""
         return 4 * self.row_groups
-
-    @property
-    def sixteens(self) -> bool:
-        """True if scales of 16 tokens lie as lanes read them: see `linear.program.Blocks`."""
-        return self.sets == 1
 
 
 @dataclass(frozen=True, slots=True)

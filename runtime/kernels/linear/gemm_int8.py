@@ -120,7 +120,6 @@ def _gemm_int8_kernel(
     TURNS: gl.constexpr = X.STEPS // STEPS
     AHEAD_TURNS: gl.constexpr = AHEAD // STEPS
     COLUMNS: gl.constexpr = X.TOKENS
-    LANE_SCALES: gl.constexpr = 16 if X.SIXTEENS else 8  # bytes that a lane loads together
     warp, lane, zero, _ = threads(WARPS)
     buffer = (large_shared_buffer(tiles < 0, PLAN.SHARED, WARPS) + zero + 1023) & -1024
     full = buffer + RING * TURN
@@ -189,10 +188,10 @@ def _gemm_int8_kernel(
             turn = begin + k
             at = buffer + slot * TURN
             mine = ring + place * SLOT
-            word = _descriptor_word(at) + (lane if PLAN.SETS == 1 else 0)
+            word = _descriptor_word(at) + lane
             acc = multiply_scaled(
                 acc, mine + lane * 16, mine + lane * 4, word,
-                at + X.SCALES + lane % 4 * LANE_SCALES, full + slot * 8, phase + zero, PLAN,
+                at + X.SCALES + lane % 4 * 16, full + slot * 8, phase + zero, PLAN,
             )  # fmt: skip
             inside = turn + AHEAD_TURNS < limit
             to = gl.where(inside, turn + AHEAD_TURNS, turn + AHEAD_TURNS - limit)
@@ -494,7 +493,7 @@ def gemm_int8(
         [M, N] or [M, N / 2].
     """
     group = activation_group(w.group_size, w.K)
-    X = token_blocks(w.K, group, launch.tokens, sixteens=launch.sixteens)
+    X = token_blocks(w.K, group, launch.tokens, sixteens=True)
     blocks = quantize(x, w.bits, X, norm=norm, squares=squares, eps=eps)
     normed = norm is not None
     return multiply(blocks, len(x), w, X, launch, normed=normed, added=added, dtype=dtype)

@@ -76,9 +76,8 @@ def steps_code(columns, plan):
         lines.append(f".reg .f32 s{s}_<{2 * groups}>;")
     lines += ["setp.ne.b32 more, 1, 0;", "setp.ne.b32 first, 0, 0;"]
     # The result of `redux` lies in a register of the warp, where wgmma wants its descriptors: added
-    # to lane by lane, each of them would have to be moved there. Two sets have not been timed so.
-    same = "redux.sync.min.u32 base, {}, 0xffffffff;" if sets == 1 else "mov.b32 base, {};"
-    lines.append(same.format(desc))
+    # to lane by lane, each of them would have to be moved there.
+    lines.append(f"redux.sync.min.u32 base, {desc}, 0xffffffff;")
     tasks = [
         (j, g, c) for j in range(steps) for g in range(groups) for c in range(columns // chunk)
     ]  # step, group, chunk of columns
@@ -121,16 +120,11 @@ def steps_code(columns, plan):
     def end(n):  # scale a task's sums, and add them
         j, g, c = tasks[n]
         p = j % sets
-        beside = 2 if plan.X.SIXTEENS else 1  # eights of tokens whose scales a lane loads together
         for i in range(chunk // 8):
-            eight = c * chunk // 8 + i
-            first = 2 * (eight % beside)  # of x
-            if i == 0 or first == 0:
-                last = min(2 * beside, first + 2 * (chunk // 8 - i))
-                names = [f"x{k}" for k in range(first, last)]
-                offset = j * stage + (g * tokens + eight // beside * beside * 8 + first) * 4
-                loads = f"{{{', '.join(names)}}}, [{scales_at} + {offset}];"
-                lines.append(f"ld.shared.v{len(names)}.f32 {loads}")
+            first = 2 * (i % 2)  # of the four scales of x that a lane loads together
+            if first == 0:
+                offset = j * stage + (g * tokens + c * chunk + 8 * i) * 4
+                lines.append(f"ld.shared.v4.f32 {{x0, x1, x2, x3}}, [{scales_at} + {offset}];")
             for e in range(4):
                 t = f"t{e}"
                 r, y = f"d{n % sets}_{4 * i + e}", f"${c * own + 4 * i + e}"
@@ -172,8 +166,8 @@ def multiply_scaled(
     ring: address of the lane's words in the first step's slot, which its last AHEAD batches of
     copies fill; ring_scales: where the lane's scales of the step would lie without words. PLAN says
     how slots and stages follow. descriptor: lower word of that of q in the first step's stage, plus
-    the lane where there is one set of sums; scales_at: address of the lane's first token scale
-    there; full: the barrier of the turn's x, of whose phase `parity` is the parity.
+    the lane; scales_at: address of the lane's first token scale there; full: the barrier of the
+    turn's x, of whose phase `parity` is the parity.
     """
     COLUMNS: gl.constexpr = 2 * len(sums)
     return gl.inline_asm_elementwise(

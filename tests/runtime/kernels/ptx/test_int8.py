@@ -110,10 +110,9 @@ def turn_inputs(unit: Unit, number: int, turn: int, sums: list[Value]) -> dict[s
     plan = unit.plan
     place = unit.ring(number) + turn * plan.STEPS % plan.AHEAD * plan.SLOT
     x = unit.x(turn)
-    each = 16 if plan.X.SIXTEENS else 8
     given: list[Value | int] = [
-        place + LANE * 16, place + LANE * 4, (x >> 4 | 0x10000) + LANE * (plan.SETS == 1),
-        x + plan.X.SCALES + LANE % 4 * each, unit.full + turn % 2 * 8, turn // 2 % 2,
+        place + LANE * 16, place + LANE * 4, (x >> 4 | 0x10000) + LANE,
+        x + plan.X.SCALES + LANE % 4 * 16, unit.full + turn % 2 * 8, turn // 2 % 2,
     ]  # fmt: skip
     return registers([*sums, *[0] * len(sums), *given])
 
@@ -161,7 +160,7 @@ def product(
     q, s = quantize_activations(x, group)
     own = tiled(w, activations="int8")
     assert isinstance(own, TiledLinear)
-    X = token_blocks(w.K, group, launch.tokens, sixteens=launch.sixteens)
+    X = token_blocks(w.K, group, launch.tokens, sixteens=True)
     parts = [own.words, own.scales, arranged(q, s, w.bits, X)]
     memory = [part.contiguous().view(torch.uint8).flatten().numpy() for part in parts]
     plan = int8_gemm_plan(own.constants, X, launch, False, False)
@@ -184,11 +183,11 @@ def product(
 LAUNCH = Int8Launch(16, 1, 1, 16, 1, 1, 2)
 CASES = [
     (Case(4, 64, 640, 128), LAUNCH),
-    (Case(4, 64, 512, 64, torch.float16), replace(LAUNCH, steps=2, chunk=8, sets=2)),
-    (Case(8, 64, 512, 512), replace(LAUNCH, chunk=8, sets=2, ahead=3)),
+    (Case(4, 64, 512, 64, torch.float16), replace(LAUNCH, tokens=32, steps=2, sets=2)),
+    (Case(8, 64, 512, 512), replace(LAUNCH, tokens=32, sets=2, ahead=3)),
     (Case(4, 64, 384, 32, torch.float32), replace(LAUNCH, sets=2)),
     (Case(4, 64, 384, 128), replace(LAUNCH, tokens=48)),
-    (Case(8, 64, 256, 64), replace(LAUNCH, tokens=32, chunk=8)),
+    (Case(8, 64, 256, 64), replace(LAUNCH, tokens=64, chunk=32)),
 ]
 
 
@@ -222,8 +221,8 @@ def test_a_slip_of_the_code_is_found(
     statement: str, instead: str, message: str, make_packed: MakePacked, randn: Randn
 ) -> None:
     w = on_cpu(make_packed(4, 64, 640, 128), torch.bfloat16)
-    x = randn(16, 640).cpu().bfloat16()
-    launch = replace(LAUNCH, chunk=8, sets=2)
+    x = randn(32, 640).cpu().bfloat16()
+    launch = replace(LAUNCH, tokens=32, sets=2)
     with pytest.raises(AssertionError, match=message):
         torch.testing.assert_close(
             product(x, w, launch), product(x, w, launch, (statement, instead))
