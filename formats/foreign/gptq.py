@@ -98,7 +98,8 @@ def _linear(checkpoint: Checkpoint, module: str, scheme: Scheme, offset: int) ->
             raise FormatError(
                 f"`{module}.{ZEROS}`: a zero point of {1 << scheme.bits} has no {scheme.bits}-bit "
                 "code",
-                hint="the file may be of version 2 (`gptq_v2`), which config.json should say",
+                hint="the file may be of version 2 (`gptq_v2`), which config.json should say, or "
+                "hold a zero point of 0, which libraries store differently: save it as `gptq_v2`",
             )
         return stored + offset
 

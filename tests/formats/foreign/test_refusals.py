@@ -126,6 +126,16 @@ def test_zero_points_that_version_1_cannot_mean(write_folder: WriteFolder) -> No
     assert "gptq_v2" in str(error.hint)
 
 
+def test_zero_point_of_0_in_version_1(write_folder: WriteFolder) -> None:
+    """GPTQModel subtracts from whole words: 0 becomes 15, and the next row's is off by one."""
+    q = draw(32, 64, 32)
+    q.zeros[3, 1] = 0
+    tensors = gptq(P, q, version=2)
+    tensors[f"{P}.qzeros"] -= 0x11111111
+    error = refused(write_folder(tensors, GPTQ), "a zero point of 16 has no 4-bit")
+    assert "a zero point of 0" in str(error.hint)
+
+
 def test_rows_that_do_not_fill_words(write_folder: WriteFolder) -> None:
     tensors = awq(P, draw(32, 36, 36))
     refused(write_folder(tensors, AWQ | {"group_size": -1}), "does not fit INT4 row of [32, 36]")
