@@ -50,6 +50,7 @@ ORDER = {
     ],
     "formats": [
         *("printable", "charts", "errors", "fields", "machine", "kv_cache", "page_counts"),
+        "sequence_counts",
         *("activation_modes", "activations"),
         "architectures",
         *("files", "image_settings"),

@@ -10,7 +10,7 @@ from lowbit.convert.cli import options
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import json_option
 from lowbit.formats.shell.output import note, print_json
-from lowbit.formats.shell.task_options import task_names, task_options
+from lowbit.formats.shell.task_options import task_names, task_options, task_sequences
 
 if TYPE_CHECKING:
     from lowbit.convert.measure.gate import Condition
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     "standard error.",
 )
 @task_options
+@task_sequences
 @options.report_activations
 @options.eval_text
 @options.gate
@@ -102,7 +103,7 @@ def report(
     from lowbit.formats.packed import open_packed
     from lowbit.formats.tasks import TaskSettings
 
-    names = task_names(tasks, put)
+    names, sequences = task_names(tasks, put), put.pop("max_sequences")
     texts = reporting.read_texts(eval_texts)
     options.check_gate(gate, texts, long)
     asks = not as_json and sys.stdin.isatty() and sys.stderr.isatty()
@@ -123,7 +124,8 @@ def report(
         check_harness()
     origin = reporting.prepare_report(packed, source, ask, out, bool(names))
     if names:
-        origin = _ask_tasks(packed, origin, TaskSettings(names, **put), device, out, as_json)
+        settings = TaskSettings(names, **put)
+        origin = _ask_tasks(packed, origin, settings, device, sequences, out, as_json)
     with progress_bars(quiet=as_json) as progress:
         found = reporting.write_full_report(packed, origin, request, progress, out)
     outcomes = evaluate(gate, found.quality)
@@ -143,6 +145,7 @@ def _ask_tasks(
     origin: "Origin",
     settings: "TaskSettings",
     device: str,
+    sequences: int | None,
     out: Path | None,
     quiet: bool,
 ) -> "Origin":
@@ -155,7 +158,7 @@ def _ask_tasks(
         origin = origin.settled(progress)
     folders = origin.candidates[0].folder, packed.checkpoint.folder
     try:
-        results = measure_tasks(folders, settings, device, None if quiet else note)
+        results = measure_tasks(folders, settings, device, None if quiet else note, sequences)
     except TasksError as error:  # which has been shown
         raise click.exceptions.Exit(error.exit_code) from None
     save_tasks(folders[1], results, out)

@@ -57,7 +57,11 @@ def check_harness() -> None:
 
 
 def measure_tasks(
-    folders: tuple[Path, Path], settings: TaskSettings, device: str, note: Note | None
+    folders: tuple[Path, Path],
+    settings: TaskSettings,
+    device: str,
+    note: Note | None,
+    sequences: int | None = None,
 ) -> TaskReport:
     """Results of a packed folder, each beside the original's.
 
@@ -67,6 +71,7 @@ def measure_tasks(
         folders: of the original, and the packed one.
         device: `cpu` or `cuda`.
         note: told which of them is asked; None also keeps progress bars off stderr, but no error.
+        sequences: answers that each makes together; None for the default of the command.
 
     Raises:
         TasksError: one of the two could not be asked.
@@ -77,6 +82,7 @@ def measure_tasks(
         file = Path(place) / "run.json"
         words = [*_words(settings), "--device", device, "--out", str(file)]
         words += ["--json"] if note is None else []
+        words += [] if sequences is None else ["--sequences", str(sequences)]
         tell = note or unsaid
         tell(f"tasks, the original: {original}")
         first = _run(original, words, file)

@@ -26,6 +26,7 @@ from lowbit.formats.files.atomic import replace_file
 from lowbit.formats.hub.locate import locate
 from lowbit.formats.layout.recipes import Base
 from lowbit.formats.layout.scheme import GROUP_SIZES
+from lowbit.formats.sequence_counts import MOST_SEQUENCES
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import json_option, output_file
 from lowbit.formats.shell.output import note, print_json
@@ -40,7 +41,7 @@ from lowbit.runtime.cli.options import (
     speculate_options,
     with_load_options,
 )
-from lowbit.runtime.engine.load_options import MOST_SEQUENCES, LoadOptions
+from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import ChosenType, gigabytes
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.stats import Speculated

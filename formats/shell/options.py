@@ -15,6 +15,7 @@ from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.formats.files.atomic import check_place
 from lowbit.formats.hub.ids import without_address
 from lowbit.formats.machine.cores import core_count
+from lowbit.formats.sequence_counts import MOST_SEQUENCES
 from lowbit.formats.shell.failure import Command
 
 AUTO = "auto"  # of --device
@@ -64,6 +65,20 @@ class Renamed(click.Option):
         """Read the value behind either name."""
         super().add_to_parser(parser, ctx)
         parser.add_option(obj=self, opts=[self.former], dest=self.name)
+
+
+def sequences_option(*, help: str, shown: str) -> Callable[[Command], Command]:
+    """The option --sequences, which was called --max-sequences; `shown` describes its default."""
+    return click.option(
+        "--sequences",
+        "max_sequences",
+        cls=Renamed,
+        former="--max-sequences",
+        type=Count(1, MOST_SEQUENCES),
+        metavar="N",
+        show_default=shown,
+        help=f"{help} Up to {MOST_SEQUENCES}.",
+    )
 
 
 def finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:

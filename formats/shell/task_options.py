@@ -5,15 +5,18 @@ from typing import Any
 
 import click
 
-from lowbit.formats.shell.options import Count, folders, with_options
+from lowbit.formats.sequence_counts import CHOSEN_SEQUENCES
+from lowbit.formats.shell.options import Count, folders, sequences_option, with_options
 
-# Parameters of `task_options`: the option that the user writes, and the value without it.
+# Parameters of `task_options` and `task_sequences`: the option that the user writes, and the value
+# without it.
 FLAGS = {
     "task_folder": ("--task-folder", None),
     "limit": ("--limit", None),
     "few_shot": ("--num-fewshot", None),
     "chat": ("--chat", False),
     "thinking": ("--think or --no-think", None),
+    "max_sequences": ("--sequences", None),
 }
 
 task_options = with_options(
@@ -50,19 +53,26 @@ task_options = with_options(
     ),
 )
 
+task_sequences = sequences_option(
+    help="Answers that are made together, each of which may take memory for a context; likelihoods "
+    "are taken one after another.",
+    shown=f"1 on a CPU, up to {CHOSEN_SEQUENCES} by a GPU's memory",
+)
+
 
 def task_names(tasks: str | None, given: dict[str, Any]) -> tuple[str, ...]:
     """Names in --tasks; empty where it was left out.
 
     Args:
-        given: values of `task_options`.
+        given: values of `task_options`, and of `task_sequences` where a command has its own use
+            of them.
 
     Raises:
         click.UsageError: options that would have no effect, or no name between the commas.
     """
     if tasks is None:
         for name, (flag, absent) in FLAGS.items():
-            if given[name] is not absent:
+            if given.get(name, absent) is not absent:
                 raise click.UsageError(f"{flag} needs --tasks.")
         return ()
     names = tuple(task.strip() for task in tasks.split(",") if task.strip())

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lowbit.formats.sequence_counts import MOST_SEQUENCES
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Renamed, folders, json_option, model_name
 from lowbit.formats.shell.output import note, print_json
@@ -18,7 +19,7 @@ from lowbit.runtime.cli.options import (
     quantize_options,
     with_load_options,
 )
-from lowbit.runtime.engine.load_options import MOST_SEQUENCES, SEQUENCES
+from lowbit.runtime.engine.load_options import SEQUENCES
 from lowbit.runtime.kernels.launch.card import COMPILED, MULTIPROCESSORS
 
 if TYPE_CHECKING:

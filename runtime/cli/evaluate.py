@@ -11,15 +11,13 @@ from lowbit.formats.machine.system import install_command
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import json_option, output_file
 from lowbit.formats.shell.output import note, print_json
-from lowbit.formats.shell.task_options import task_names, task_options
+from lowbit.formats.shell.task_options import task_names, task_options, task_sequences
 from lowbit.runtime.cli.options import (
     load_text_model,
     machine_options,
     model_argument,
-    sequences_option,
     with_load_options,
 )
-from lowbit.runtime.engine.load_options import CHOSEN_SEQUENCES
 
 if TYPE_CHECKING:
     from lowbit.formats.tasks import TaskReport
@@ -47,12 +45,7 @@ if TYPE_CHECKING:
     help="Write the results, and the score of every sample, to FILE, in place of MODEL's "
     "tasks.json.",
 )
-@sequences_option(
-    help="Answers that are made together, each of which may take memory for a context; likelihoods "
-    "are taken one after another.",
-    default=None,
-    shown=f"1 on a CPU, up to {CHOSEN_SEQUENCES} by a GPU's memory",
-)
+@task_sequences
 @machine_options
 @json_option
 @reported

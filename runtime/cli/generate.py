@@ -11,7 +11,7 @@ import click
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import check_command, json_option
+from lowbit.formats.shell.options import check_command, json_option, sequences_option
 from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.shell.sections import Sectioned
 from lowbit.formats.text.template import MAX_PROMPT_BYTES, check_length
@@ -26,7 +26,6 @@ from lowbit.runtime.cli.options import (
     model_argument,
     quantize_options,
     sampling_options,
-    sequences_option,
     speculate_options,
     talk_options,
     vision_option,
@@ -78,9 +77,7 @@ STDIN = "-"  # as PROMPT: read it from stdin
     "max_new_tokens, stop, thinking, max_thinking_tokens, json_schema (an object), raw and "
     "sampling settings of its own. A line that fails is answered by its `error`.",
 )
-@sequences_option(
-    help="With --prompts: lines that are answered together.", default=None, shown=str(SEQUENCES)
-)
+@sequences_option(help="With --prompts: lines that are answered together.", shown=str(SEQUENCES))
 @click.option(
     "--out",
     type=click.Path(path_type=Path),

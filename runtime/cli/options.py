@@ -20,7 +20,6 @@ from lowbit.formats.shell.options import (
     AUTO,
     MOST,
     Count,
-    Renamed,
     at_most_cores,
     device_choice,
     exists,
@@ -41,8 +40,6 @@ from lowbit.runtime.engine.load_options import (
     METHODS,
     MODES,
     MOST_DRAFTS,
-    MOST_SEQUENCES,
-    SEQUENCES,
     VISION_DEVICES,
     LoadOptions,
 )
@@ -81,23 +78,6 @@ def count_option(
     kind = Count(least, most)
     return click.option(
         *names, type=kind, metavar="N", default=default, show_default=shown, help=help
-    )
-
-
-def sequences_option(
-    *, help: str, default: int | None = SEQUENCES, shown: str | bool = True
-) -> Decorator:
-    """The option --sequences, which was called --max-sequences."""
-    return click.option(
-        "--sequences",
-        "max_sequences",
-        cls=Renamed,
-        former="--max-sequences",
-        type=Count(1, MOST_SEQUENCES),
-        metavar="N",
-        default=default,
-        show_default=shown,
-        help=f"{help} Up to {MOST_SEQUENCES}.",
     )
 
 

@@ -12,9 +12,10 @@ import click
 
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.machine.system import install_command, install_hint
+from lowbit.formats.sequence_counts import CHOSEN_SEQUENCES, MOST_SEQUENCES
 from lowbit.formats.shell.config_file import config_option
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import finite, parse_size
+from lowbit.formats.shell.options import finite, parse_size, sequences_option
 from lowbit.formats.shell.output import note
 from lowbit.formats.shell.sections import Sectioned
 from lowbit.runtime.cli.notes import note_vision
@@ -26,18 +27,11 @@ from lowbit.runtime.cli.options import (
     machine_options,
     model_argument,
     quantize_options,
-    sequences_option,
     speculate_options,
     vision_option,
     with_load_options,
 )
-from lowbit.runtime.engine.load_options import (
-    CHOSEN_SEQUENCES,
-    FEW_SEQUENCES,
-    MOST_SEQUENCES,
-    SEQUENCES,
-    SHORT,
-)
+from lowbit.runtime.engine.load_options import FEW_SEQUENCES, SEQUENCES, SHORT
 from lowbit.runtime.serve.request.hosts import allowed_hosts
 from lowbit.runtime.serve.settings import ServeSettings, check_exposure
 
@@ -94,7 +88,6 @@ FASTER_ROUNDED = 4  # answers together from which linears with rounded inputs ar
 @click.option("--no-auth", is_flag=True, help="Let other machines use the server without a key.")
 @sequences_option(
     help="Answers that are made together.",
-    default=None,
     shown=f"{SEQUENCES} on a CPU, up to {CHOSEN_SEQUENCES} by a GPU's memory",
 )
 @count_option(

@@ -8,7 +8,8 @@ from lowbit.formats.activation_modes import ACTIVATIONS, Activations
 from lowbit.formats.errors import RequestError
 from lowbit.formats.fields import shown
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
-from lowbit.runtime.thresholds import EXACT_TOKENS, MOST_RANKS, STEP_TOKENS
+from lowbit.formats.sequence_counts import MOST_SEQUENCES
+from lowbit.runtime.thresholds import MOST_RANKS
 
 if TYPE_CHECKING:
     import torch
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 Method = Literal["rtn", "absmax", "weighted"]
 METHODS: tuple[Method, ...] = get_args(Method)
 DEVICES = (None, "auto", "cpu", "cuda")
-MOST_SEQUENCES = STEP_TOKENS  # decoded together
-CHOSEN_SEQUENCES = EXACT_TOKENS  # at most, where memory decides on a GPU: one part of a step
 SEQUENCES = 16  # decoded together, for a file of prompts and by default on a CPU
 ANSWER_LENGTH = 2048  # of prompt and answer, for which each of them then has room in the cache
 FEW_SEQUENCES = 4  # of fewer, one client of a server may have all

@@ -10,14 +10,10 @@ from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.kv_cache import INT8_CACHE, CacheType, plain_cache
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.formats.page_counts import EXTRA, PAGE, pages_for
+from lowbit.formats.sequence_counts import CHOSEN_SEQUENCES
 from lowbit.runtime.engine.graphs import STEP_WIDTHS, drafts_together, kv_lens, width_for
 from lowbit.runtime.engine.kept_logits import new_kept
-from lowbit.runtime.engine.load_options import (
-    ANSWER_LENGTH,
-    CHOSEN_SEQUENCES,
-    SEQUENCES,
-    LoadOptions,
-)
+from lowbit.runtime.engine.load_options import ANSWER_LENGTH, SEQUENCES, LoadOptions
 from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.decode_inputs import new_hidden_ring

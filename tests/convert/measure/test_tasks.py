@@ -158,6 +158,18 @@ def test_a_process_that_fails_has_said_why(stand_in: Path, tmp_path: Path) -> No
     assert "--json" in (stand_in / "asked").read_text()  # no progress
 
 
+@pytest.mark.parametrize(("sequences", "expected"), [(None, []), (8, ["--sequences", "8"])])
+def test_both_models_make_so_many_answers_together(
+    sequences: int | None, expected: list[str], stand_in: Path, tmp_path: Path
+) -> None:
+    measure_tasks((tmp_path, tmp_path), TaskSettings(("arc",)), "cpu", None, sequences)
+    for line in (stand_in / "asked").read_text().splitlines():
+        words = line.split("|")
+        at = words.index("--json") + 1
+        assert words[at : at + 2][: len(expected)] == expected
+        assert ("--sequences" in words) == bool(expected)
+
+
 def test_a_process_that_the_system_ends_is_named(stand_in: Path, tmp_path: Path) -> None:
     (stand_in / "end").write_text("-9")
     with pytest.raises(ResourceError, match="was ended by signal 9"):

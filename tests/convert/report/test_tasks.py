@@ -15,6 +15,7 @@ from rich.console import Console
 
 from lowbit.convert import Recipe
 from lowbit.convert.measure.record import read_quality
+from lowbit.convert.measure.tasks import TasksError
 from lowbit.convert.report import formatting
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.html import render_html
@@ -79,6 +80,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory, short: Path) -> Path:
         (("--chat",), 2, "--chat needs --tasks."),
         (("--num-fewshot", "0"), 2, "--num-fewshot needs --tasks."),
         (("--no-think",), 2, "--think or --no-think needs --tasks."),
+        (("--sequences", "2"), 2, "--sequences needs --tasks."),
+        (("--tasks", "arc", "--sequences", "257"), 2, "257 is more than 256."),
         (("--tasks", " , "), 2, "--tasks names no task."),
         (("--tasks", "arc", "--think"), 2, "--think and --no-think need --chat."),
         (("--tasks", "arc", "--check", "."), 2, "--check takes no --out, --overwrite, --gate"),
@@ -99,6 +102,23 @@ def test_mistakes_are_found_first(
     assert message in " ".join(result.stderr.split())
     if code == 1:
         assert "hint: pip install -c constraints.txt '.[evaluate]'" in result.stderr
+
+
+def test_the_number_of_answers_together_reaches_the_processes(
+    cli: "Cli", packed: Path, short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def measure(*arguments: object) -> None:
+        asked.append(arguments)
+        raise TasksError(packed, 5)
+
+    monkeypatch.setattr("lowbit.convert.measure.tasks.check_harness", lambda: None)
+    monkeypatch.setattr("lowbit.convert.measure.tasks.measure_tasks", measure)
+    for words in ((), ("--sequences", "7")):
+        result = cli("report", packed, "--source", short, "--tasks", "arc", *words)
+        assert result.exit_code == 5, result.stderr
+    assert [arguments[4] for arguments in asked] == [None, 7]
 
 
 def test_every_table_has_the_original_and_the_difference() -> None:

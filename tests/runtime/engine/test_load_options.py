@@ -11,16 +11,22 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.kv_cache import BF16_CACHE
+from lowbit.formats.sequence_counts import CHOSEN_SEQUENCES, MOST_SEQUENCES
 from lowbit.runtime.engine import memory
 from lowbit.runtime.engine.load import default_mode
 from lowbit.runtime.engine.load_options import LoadKeywords
 from lowbit.runtime.engine.memory import Account, ChosenSequences, choose_cache
 from lowbit.runtime.models.loader import open_model, without_head
+from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
 BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
+
+
+def test_limits_of_sequences_are_those_of_a_step_of_the_kernels() -> None:
+    assert (MOST_SEQUENCES, CHOSEN_SEQUENCES) == (STEP_TOKENS, EXACT_TOKENS)
 
 
 @pytest.mark.parametrize(
