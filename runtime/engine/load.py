@@ -276,7 +276,8 @@ def decide(account: Account, options: LoadOptions) -> Decided:
     if options.max_sequences is None:
         options = replace(options, max_sequences=sequences.count)
         if account.device != "cpu":
-            account = replace(account, auto_tokens=sequences.count * ANSWER_LENGTH)
+            tokens = sequences.count * ANSWER_LENGTH, options.context, options.cache_tokens
+            account = replace(account, auto_tokens=max(each or 0 for each in tokens))
     if options.speculate is None:
         options = replace(options, speculate=default_mode(account, options))
         opened = opened if opened.drafts == options.mtp_head else without_head(opened)

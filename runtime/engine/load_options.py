@@ -48,7 +48,8 @@ class LoadOptions:
             steps are faster.
         context: most tokens of prompt and output; None for min(max_position, 8192, what fits).
         max_sequences: requests that are decoded together, up to 256; others wait. None for 16 on a
-            CPU, and on a GPU for as many, up to 64, as its memory has a cache of 2,048 tokens for.
+            CPU, and on a GPU for as many, up to 64, as its memory has a cache of 2,048 tokens for;
+            for fewer where more would shorten the context that one has.
             Of more than 64 a step runs in parts of 64, unless `activations` are `int8`.
         cache_tokens: size of the cache, for running requests and kept conversations; None for
             `max_sequences` times `context`, or what fits.

@@ -195,32 +195,43 @@ class Decided:
 def choose_sequences(account: Account, options: LoadOptions) -> ChosenSequences:
     """Sequences that options ask for; without a number, as many as memory has room for.
 
-    On a GPU each has room for a prompt and an answer of ANSWER_LENGTH in the cache. A CPU gains
-    little by more than SEQUENCES.
+    They never shorten the context that one sequence would have alone. On a GPU each has room for a
+    prompt and an answer of ANSWER_LENGTH in the cache. A CPU gains little by more than SEQUENCES.
 
     Raises:
         RequestError: as `choose_cache`.
     """
     if options.max_sequences is not None:
         return ChosenSequences(options.max_sequences)
-    free = free_bytes(account.device)
-    if account.device == "cpu" or free is None:
-        where = "on a CPU" if account.device == "cpu" else "since free memory is not known"
-        return ChosenSequences(SEQUENCES, f"the default {where}")
+    free, on_cpu = free_bytes(account.device), account.device == "cpu"
+    if free is None:
+        return ChosenSequences(SEQUENCES, "the default since free memory is not known")
     if options.kv_cache == INT8_CACHE.name:
         account = replace(account, cache_type=INT8_CACHE)
+    drafts = options.most_drafts(recurrent=account.opened.config.linear_layers is not None)
+    most = SEQUENCES if on_cpu else CHOSEN_SEQUENCES
 
-    def room(count: int) -> int:
-        """Tokens that each of so many has in the cache, up to ANSWER_LENGTH and the context."""
-        size = asked_cache(account, replace(options, max_sequences=count), 0)
-        pages = min(account.pages_that_fit(size, free), size.pages)
-        return min(pages // count * PAGE, pages_for(min(size.context, ANSWER_LENGTH)) * PAGE)
+    def pages(count: int) -> int:
+        """Pages of the cache beside the rows and states of so many sequences."""
+        size = asked_cache(account, replace(options, max_sequences=count), drafts)
+        return min(account.pages_that_fit(size, free), size.pages)
 
-    each, counts = room(1), range(1, 1 + CHOSEN_SEQUENCES)
-    if each < PAGE:
+    alone = pages(1)
+    context = asked_cache(account, options, drafts).context
+    each = min(alone, pages_for(min(context, ANSWER_LENGTH)))
+    if each < 1:
         return ChosenSequences(1, "memory is short")
-    count = bisect_left(counts, True, key=lambda count: room(count) < each)
-    reason = f"with a cache of {each:,} tokens each"
+    share = 0 if on_cpu else each
+
+    def too_many(count: int) -> bool:
+        return pages(count) < max(alone, share * count)
+
+    count = bisect_left(range(1, 1 + most), True, key=too_many)
+    if count < most and pages(count + 1) < alone:
+        return ChosenSequences(count, "more would shorten the context")
+    if on_cpu:
+        return ChosenSequences(count, "the default on a CPU")
+    reason = f"with a cache of {each * PAGE:,} tokens each"
     if count == CHOSEN_SEQUENCES:
         return ChosenSequences(count, f"the most by default, {reason}")
     return ChosenSequences(count, f"as many as fit {reason}")

@@ -1,9 +1,10 @@
 """The context that fits into free memory."""
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lowbit.formats.page_counts import EXTRA, PAGE, pages_for
 from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime import LoadOptions, load
 from lowbit.runtime.engine import memory
+from lowbit.runtime.engine.load import decide
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.loader import (
@@ -323,6 +325,49 @@ def test_memory_decides_how_many_sequences_a_gpu_decodes(
         assert found == memory.ChosenSequences(20, fit), kv_cache
     free(1000)
     assert chosen(asked, options) == memory.ChosenSequences(1, "memory is short")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("make", ["make_model", "make_qwen3_5"])
+@pytest.mark.parametrize("asked_for", [{}, {"speculate": "mtp", "draft_tokens": 3}])
+def test_sequences_that_nobody_asked_for_take_no_context(
+    make: str, asked_for: dict[str, Any], device: str, request: pytest.FixtureRequest, free: Free
+) -> None:
+    """Where memory is nearly full, states and rows of further sequences leave fewer pages."""
+    folder = request.getfixturevalue(make)(max_position_embeddings=100_000).folder
+    asked = account(open_model(folder), device)
+    drafts = asked_for.get("draft_tokens", 0)
+    counts = set()
+    limits: tuple[dict[str, Any], ...] = ({}, {"context": 20_000}, {"cache_tokens": 30_000})
+    for limit, pages in itertools.product(limits, range(16, 600, 29)):
+        alone = LoadOptions(max_sequences=1, **asked_for, **limit)
+        size = memory.asked_cache(asked, alone, drafts)
+        bytes_free = int(asked.needed(size, pages + EXTRA) * 1.0501)
+        free(bytes_free)
+        try:
+            most = memory.choose_cache(asked, alone, drafts)
+        except ResourceError:
+            continue
+        chosen = decide(asked, LoadOptions(max_sequences=None, **asked_for, **limit))
+        assert chosen.cache.context == most.context, (limit, pages)
+        counts.add(chosen.sequences.count)
+        if chosen.sequences.reason == "more would shorten the context":
+            further = LoadOptions(max_sequences=chosen.sequences.count + 1, **asked_for, **limit)
+            size = memory.asked_cache(asked, further, drafts)
+            assert asked.pages_that_fit(size, bytes_free) < most.pages
+    assert {1, 16} <= counts if device == "cpu" else len(counts) > 3, counts
+
+
+def test_auto_rounds_where_the_context_that_was_asked_for_does_not_fit(
+    make_model: "Callable[..., PackedModel]", free: Free
+) -> None:
+    folder = make_model(max_position_embeddings=100_000, num_hidden_layers=8).folder
+    asked = account(open_model(folder), "cuda")
+    options = LoadOptions(max_sequences=1, context=8192)
+    size = memory.asked_cache(asked, options, 0)
+    free(asked.needed(size, 100 + EXTRA) * 1.0501)
+    found = decide(asked, LoadOptions(max_sequences=None, kv_cache="auto", context=8192))
+    assert (found.kv_cache.cache_type, found.cache.context) == (INT8_CACHE, 8192)
 
 
 def test_sequences_that_memory_chose_do_not_make_auto_round(
