@@ -5,10 +5,10 @@ python examples/effort_table.py models/smollm2 --device cuda \\
 
 `auto` is uniform INT4 by gptq+rotate, the default before there were efforts. Seconds are those of
 a conversion without a report, imports aside; the costs of bits come from the cache where they are
-known, so set XDG_CACHE_HOME to an empty folder to time them. ± is the standard error over windows;
-figures are shown, and written to --json with those of each window, as soon as they are there.
-Without MODEL the bundled one is taken; without a text, the bundled stories, which were not
-calibrated on.
+known, so set XDG_CACHE_HOME to an empty folder to time them. ± is the standard error over windows
+as reports state it, and left out below eight windows; figures are shown, and written to --json with
+those of each window, as soon as they are there. Without MODEL the bundled one is taken; without a
+text, the bundled stories, which were not calibrated on.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 from budget_table import read_texts, window_kls
 
 from lowbit.convert import Recipe, Request, convert
+from lowbit.convert.measure.uncertainty import mean_error
 from lowbit.convert.plan.effort import EFFORTS
 from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.formats.shell.tables import plain_table, results
@@ -44,6 +45,10 @@ def parse() -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write figures here")
     add("--keep", type=Path, metavar="FOLDER", help="leave the results here, by their row's name")
     return parser.parse_args()
+
+
+def shown(kl: float, error: float | None) -> str:
+    return f"{kl:.5f}" if error is None else f"{kl:.5f} ± {error:.5f}"
 
 
 def main() -> None:
@@ -73,8 +78,8 @@ def main() -> None:
                 text: window_kls(model, out, ids, options.device) for text, ids in texts.items()
             }
             kl = {text: float(each.mean()) for text, each in windows.items()}
-            error = {text: float(each.std()) / len(each) ** 0.5 for text, each in windows.items()}
-            cells = [f"{kl[text]:.5f} ± {error[text]:.5f}" for text in texts]
+            error = {text: mean_error(each) for text, each in windows.items()}
+            cells = [shown(kl[text], error[text]) for text in texts]
             table.add_row(name, str(done.plan.method), f"{size:,}", f"{seconds:.0f}", *cells)
             figures.append(
                 {"name": name, "said": said, "bytes": size, "seconds": seconds, "kl": kl}

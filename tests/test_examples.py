@@ -2,7 +2,9 @@
 
 import io
 import json
+import math
 import runpy
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -146,13 +148,18 @@ def test_leaks_of_parts_are_those_of_folders(run_here: Run, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_efforts_have_a_row_each(run_here: Run, tmp_path: Path) -> None:
     figures, kept = tmp_path / "figures.json", tmp_path / "kept"
-    options = ("--rows", "low", "--windows", "2", "--json", str(figures), "--keep", str(kept))
+    options = ("--rows", "low", "--windows", "12", "--json", str(figures), "--keep", str(kept))
     done = run_here(EXAMPLES / "effort_table.py", *options)
     assert done.returncode == 0, done.stderr
     (low,) = json.loads(figures.read_text())
-    first, second = low["kl_windows"]["stories"]
-    assert low["kl"]["stories"] == pytest.approx((first + second) / 2)
-    assert low["kl_stderr"]["stories"] == pytest.approx(abs(first - second) / 2)
+    windows = low["kl_windows"]["stories"]
+    assert low["kl"]["stories"] == pytest.approx(statistics.fmean(windows))
+    # Newey and West's over the nearest 12^(1/3) = 2 windows, which is larger than a plain one.
+    off = [value - low["kl"]["stories"] for value in windows]
+    near = [sum(a * b for a, b in zip(off[lag:], off, strict=False)) for lag in range(3)]
+    error = math.sqrt((near[0] + 4 / 3 * near[1] + 2 / 3 * near[2]) / 11 / 12)
+    assert low["kl_stderr"]["stories"] == pytest.approx(error)
+    assert error > 1.05 * statistics.stdev(windows) / math.sqrt(12)
     assert sum(file.stat().st_size for file in (kept / "low").glob("*.safetensors")) == low["bytes"]
     assert low["recipe"]["method"] == "rtn"
     assert low["said"][0].startswith("effort low: rtn, ")

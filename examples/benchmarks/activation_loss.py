@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers_logits import Figures, compare, error, load, read_reference, run_layers
+from peers_logits import Figures, compare, load, read_reference, run_layers
 from peers_quantize import cut
 from torch import Tensor
 
+from lowbit.convert.measure.uncertainty import mean_error
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.activations import (
     activation_group,
@@ -149,7 +150,7 @@ def show(figures: Mapping[str, Mapping[str, Figures]]) -> None:
         before = torch.tensor(figures["exact"][name].kl_windows)
         for mode, rows in figures.items():
             added = torch.tensor(rows[name].kl_windows) - before
-            deviation = error(added)
+            deviation = mean_error(added)
             shown = f"{float(added.mean()):.5f}"
             shown += "" if deviation is None else f" ± {deviation:.5f}"
             table.add_row(mode, rows[name].cells()[0], shown, *rows[name].cells()[1:])

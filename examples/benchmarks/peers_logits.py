@@ -15,6 +15,8 @@ from real_models import read_weights
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lowbit.convert.measure.uncertainty import mean_error
+
 TOKENS = 128  # whose logits are held at once
 
 
@@ -23,7 +25,7 @@ class Figures:
     """A converted model against the original on one text; errors are standard errors."""
 
     kl: float
-    kl_error: float | None  # None of a single window
+    kl_error: float | None  # of the mean, as in reports; None below 8 windows
     perplexity: float
     top1: float
     top1_error: float | None
@@ -103,17 +105,12 @@ def compare(reference: Reference, text: str, hidden: Tensor, head: Tensor) -> Fi
     kl, nll, top1 = torch.stack(found, 1).cpu()  # each [windows]
     return Figures(
         kl=float(kl.mean()),
-        kl_error=error(kl),
+        kl_error=mean_error(kl),
         perplexity=float(nll.mean().exp()),
         top1=float(top1.mean()),
-        top1_error=error(top1),
+        top1_error=mean_error(top1),
         kl_windows=tuple(kl.tolist()),
     )
-
-
-def error(windows: Tensor) -> float | None:
-    """Standard error of the mean."""
-    return float(windows.std() / len(windows) ** 0.5) if len(windows) > 1 else None
 
 
 def load(source: Path, folder: Path, device: str) -> tuple[Any, int]:
