@@ -18,6 +18,7 @@ from tests.test_examples import EXAMPLES, MAINTENANCE, started
 pytestmark = pytest.mark.scripts
 
 NAME = re.compile(r"(?:file|title)\d+q")
+LINE_ENDS = "\x85", "\u2028", "\u2029"  # that JSON leaves as they are, and `splitlines` splits at
 
 TARGET = {
     "hidden_size": 96,
@@ -106,11 +107,37 @@ def test_no_file_and_no_article_is_both_trained_on_and_measured(tmp_path: Path) 
     assert all(re.search(r"def file\d+q", each) and "    return total" in each for each in given)
 
 
+def test_questions_may_have_line_ends_of_unicode(tmp_path: Path) -> None:
+    questions, out = tmp_path / "q.jsonl", tmp_path / "out"
+    asked = [f"Is {n} odd?{end}Or even?" for n in range(40) for end in LINE_ENDS]
+    lines = (json.dumps({"question": each}, ensure_ascii=False) for each in asked)
+    questions.write_text("\n".join(lines), "utf-8")
+    done = started("draft_prompts", (str(out), "--questions", str(questions)))
+    assert done.exit_code == 0, done.output
+    written = [(out / f"{name}.jsonl").read_text() for name in ("train", "prose")]
+    found = "\n".join(json.loads(line)["prompt"] for line in "".join(written).splitlines())
+    assert all(each in found for each in asked)
+
+
+def test_answers_that_are_all_too_short_are_an_error(tmp_path: Path) -> None:
+    model, prompts, out = EXAMPLES / "models" / "tiny-qwen3", tmp_path / "p.jsonl", tmp_path / "t"
+    prompts.write_text(json.dumps({"prompt": "Tell of cats. " * 200}))
+    done = started(
+        "train_drafter", ("texts", str(model), str(prompts), str(out), "--device", "cpu")
+    )
+    assert done.exit_code == 1
+    assert "no answer has 8 tokens or more, of the 1 prompts in" in done.output
+    assert not out.exists()
+
+
 @pytest.mark.slow
 def test_a_drafter_is_trained_on_answers_and_drafts(tmp_path: Path) -> None:
     model, prompts, out = EXAMPLES / "models" / "tiny-qwen3", tmp_path / "p.jsonl", tmp_path / "d"
-    lines = (json.dumps({"id": n, "prompt": f"Tell of {n} cats."}) for n in range(12))
-    prompts.write_text("\n".join(lines))
+    told = [f"Tell of {n} cats.{end}Be short." for n in range(4) for end in LINE_ENDS]
+    lines = (
+        json.dumps({"id": n, "prompt": each}, ensure_ascii=False) for n, each in enumerate(told)
+    )
+    prompts.write_text("\n".join(lines), "utf-8")
     texts = tmp_path / "t.safetensors"
     small = ("--device", "cpu", "--new-tokens", "24", "--together", "4", "--temperature", "0")
     run = ("texts", str(model), str(prompts), str(texts), *small)

@@ -63,7 +63,7 @@ NAMES = (*SCHEMAS, None)  # required in turn; None leaves the choice to the mode
 
 def data_of(answer: httpx2.Response) -> list[dict[str, Any]]:
     """The events of a stream."""
-    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    lines = [line[6:] for line in answer.text.split("\n") if line.startswith("data: {")]
     return [json.loads(line) for line in lines]
 
 

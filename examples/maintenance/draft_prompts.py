@@ -131,6 +131,12 @@ def prose_prompts(title: str, paragraphs: Sequence[str], draw: random.Random) ->
     return asked + [kind.format(title) for kind in TOPICS]
 
 
+def values_of(path: Path, key: str) -> list[str]:
+    """The value of a key in the object on each line of a JSONL file."""
+    lines = path.read_text("utf-8").split("\n")  # other line ends may stand inside JSON strings
+    return [json.loads(line)[key] for line in lines if line.strip()]
+
+
 @click.command()
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--code", "roots", multiple=True, type=click.Path(exists=True, path_type=Path))
@@ -162,8 +168,7 @@ def main(
         for title, paragraphs in articles(path.read_text("utf-8")):
             told[held_out(title)] += prose_prompts(title, paragraphs, draw)
     for path in questions:
-        for line in path.read_text("utf-8").splitlines():
-            question = json.loads(line)["question"]
+        for question in values_of(path, "question"):
             told[held_out(question)].append(draw.choice(MATHS).format(question))
     for prompts in (*code.values(), *told.values()):
         draw.shuffle(prompts)

@@ -10,7 +10,6 @@ python examples/maintenance/measure_drafters.py coder-int4 drafter --prompts cod
     --device cuda --answer 256
 """
 
-import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+from draft_prompts import values_of
 from torch import Tensor
 
 import lowbit.convert
@@ -138,8 +138,7 @@ def main(
     folder: Path, drafters: tuple[Path, ...], prompts: Path | None, answer: int, device: str
 ) -> None:
     """Print tokens a round of DRAFTERS for the target model FOLDER."""
-    lines = prompts.read_text("utf-8").splitlines() if prompts else []
-    own = tuple(json.loads(line)["prompt"] for line in lines)
+    own = tuple(values_of(prompts, "prompt")) if prompts else ()
     whole, half = (
         Asked(own[: -(-len(own) // part)], MEASURED // part, answer, device) for part in (1, 2)
     )

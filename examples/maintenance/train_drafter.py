@@ -24,6 +24,7 @@ from typing import Any
 
 import click
 import torch
+from draft_prompts import values_of
 from drafter_layers import DFlash, Sizes, drafter_config, write
 from safetensors.torch import load_file, save_file
 from tiny_heads import DRAFTS
@@ -262,7 +263,7 @@ def answer(
         max_sequences=together,
         activations=activations,
     )
-    lines = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
+    lines = values_of(prompts, "prompt")
     started, texts, waiting = time.monotonic(), [], deque()  # type: ignore[var-annotated]
 
     def finish() -> None:
@@ -287,6 +288,12 @@ def answer(
             finish()
     while waiting:
         finish()
+    if not texts:
+        raise click.ClickException(
+            f"no answer has {LEAST} tokens or more, of the {len(lines)} prompts in {prompts}; "
+            f"prompts of more than {PROMPT} tokens are left out, and no answer begins after "
+            f"{minutes:g} minutes"
+        )
     write_texts(texts, out)
     said = "\n\n".join(model.tokenizer.decode(found) for _, found in texts)
     out.with_suffix(".txt").write_text(said, "utf-8")

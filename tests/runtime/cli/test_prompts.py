@@ -82,6 +82,18 @@ MANY: list[dict[str, Any]] = [
 ]
 
 
+def test_prompts_may_have_line_ends_of_unicode(tmp_path: Path) -> None:
+    """JSON leaves them as they are, and `str.splitlines` splits at them."""
+    asked = [f"one{end}two" for end in ("\x85", "\u2028", "\u2029", "\u2028\u2029")]
+    lines = (
+        json.dumps({"id": n, "prompt": each}, ensure_ascii=False) for n, each in enumerate(asked)
+    )
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes("\r\n".join(lines).encode())
+    read = read_prompts(path, AnswerSettings())
+    assert [line.prompt for line in read] == asked
+
+
 def test_answers_do_not_depend_on_how_many_run_together(run: Run) -> None:
     found = {}
     for together in (1, 3, 7):
