@@ -27,9 +27,11 @@ from lowbit.formats.machine.memory import free_bytes
 
 SOLVED_ROWS = {"cpu": 4096, "cuda": 32768}  # of the head at a time
 STATES_SHARE = 3  # one part of so many of a GPU's free memory may be hidden states
-WEIGHT_BYTES = 18  # original, its copy, the new one, the next layer's, two sets of codes
+WEIGHT_BYTES = 14  # original, its copy, the new one, two sets of codes
+NEXT_BYTES = 4  # a weight of the next layer, which is read meanwhile
 AUTOROUND_BYTES = 16  # a weight more: positions, gradients, their squares
 SQUARES = 10  # K x K matrices in FP32: sums, also of windows held out, damped, ordered, factors
+SUMS = 4  # of them, which are there while the products of batches are added up
 # For each weight of the linears that are solved together: their rows, target, rest, steps, codes,
 # slope and copies; 24.6 to 29.5 were measured, H and U included.
 SOLVE_BYTES = 32
@@ -66,10 +68,14 @@ def products_at_a_time(K: int, sets: int, threads: int) -> int:
 def _solve_bytes(N: int, K: int, products: int, device: str) -> int:
     """Bytes of the moments of an input [tokens, K], and of the codes of all [N, K] that read it.
 
+    Products of batches are freed before anything is factorized. On a GPU, where both have not been
+    measured apart, they are counted together.
+
     Args:
         products: batches whose moments exist at a time.
     """
-    squares = (SQUARES + 2 * products) * 4 * K**2
+    made = 2 * products
+    squares = (max(SQUARES, SUMS + made) if device == "cpu" else SQUARES + made) * 4 * K**2
     normals = min(NORMAL_ELEMENTS, N * (K // SMALL_GROUP) ** 2)
     parts = 0 if device == "cpu" else PARTS_BYTES * (K**2 + N * K)
     return squares + SOLVE_BYTES * N * K + NORMAL_BYTES * normals + parts
@@ -117,7 +123,10 @@ def calibration_memory(
             solving = max(solving, _solve_bytes(N, K, products, device))
         solving = max(solving, _experts_bytes(shapes, windows, workers, device))
         of_head = _solve_bytes(head, shapes.hidden, 1, device) if head else 0
-    passed = passing + largest * (WEIGHT_BYTES + AUTOROUND_BYTES * method.autoround)
+    of_weight = WEIGHT_BYTES + AUTOROUND_BYTES * method.autoround
+    if len(shapes.layers) > 1:
+        of_weight += NEXT_BYTES
+    passed = passing + largest * of_weight
     # Sets of hidden states: the original's, the quantized model's, and both before the experts.
     sets = 1 if method.from_original else 4 if shapes.routed else 2
     window = sets * 4 * windows.length * shapes.hidden * 5 // 4

@@ -118,6 +118,26 @@ def test_moments_wait_for_their_sum_two_a_thread() -> None:
     assert products_at_a_time(65536, 2, 1) == 1
 
 
+def test_moments_of_batches_are_gone_before_they_are_factorized(small_config: Config) -> None:
+    """One layer in the shapes of Qwen3-0.6B, whose down projection takes most."""
+    config = {**small_config, **QWEN3_8B, "hidden_size": 1024, "intermediate_size": 3072}
+    config |= {"num_attention_heads": 16, "num_hidden_layers": 1}
+    found = shapes_of(config, Recipe().schemes(tensor_table(config)))
+    weights = 1024 * (4096 + 2048 + 3 * 3072)
+    states, normals = 2 * 4 * 1024 * 5 // 4, NORMAL_BYTES * 1024 * (3072 // 64) ** 2
+    # A thread has 2 products of each of 2 moments beside 4 sums; factorizing takes 10 matrices.
+    for threads, squares in ((1, 10), (2, 4 + 8)):
+        windows = Windows(16 * threads, 512)
+        ram = calibration_memory(found, Method("gptq"), windows, "cpu", threads).ram
+        passing = threads * 2048 * (4 * 3072 + 8 * 1024) * 4
+        solved = squares * 4 * 3072**2 + SOLVE_BYTES * 1024 * 3072 + normals
+        work = (passing + 14 * weights) * 5 // 4 + solved
+        assert ram == memory.BASE_BYTES + windows.tokens * states + work
+    two = shapes_of(config | {"num_hidden_layers": 2}, Recipe().schemes(tensor_table(config)))
+    more = calibration_memory(two, Method("gptq"), windows, "cpu", threads).ram
+    assert more - ram == 4 * weights * 5 // 4  # the next layer is read meanwhile
+
+
 def test_linears_that_are_solved_together_count_together(small_config: Config) -> None:
     config = {**small_config, **QWEN3_8B}
     schemes = Recipe().schemes(tensor_table(config))
