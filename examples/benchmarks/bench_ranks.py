@@ -5,11 +5,11 @@ Run: python examples/benchmarks/bench_ranks.py [SIZE ...] [--ranks 1,2] [--toget
     [--folder DIR]
 A SIZE that `make_random_checkpoint` knows is written as a packed folder of random codes, in a
 temporary folder or in DIR; anything else is a folder. A line for each number of GPUs: seconds to
-load, the most memory of the host that each process had until then (libraries count, the system's
-cache of files does not), tokens per second of so many greedy sequences after prompts of 64 tokens,
-milliseconds of a prompt, the weights and buffers on each GPU, and after how many tokens a greedy
-answer first differs from that of the first line. Models of random weights are indifferent to their
-inputs, so that these part soon.
+load, the most memory of the host that each process had resident until then (libraries and other
+mapped pages of files count, the system's cache of files does not), tokens per second of so many
+greedy sequences after prompts of 64 tokens, milliseconds of a prompt, the weights and buffers on
+each GPU, and after how many tokens a greedy answer first differs from that of the first line.
+Models of random weights are indifferent to their inputs, so that these part soon.
 
 With --draft-with, two more columns: tokens per second of a sequence in rounds whose drafts are all
 right, made by the head or a drafter and then replaced by those of the known answer, and the steps
@@ -19,7 +19,7 @@ that such a round takes. `!` marks an answer that differs from the one without d
 import gc
 import tempfile
 import time
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from random_engine import drafter_of
 import lowbit.runtime as lowbit
 from lowbit.formats.activation_modes import ACTIVATIONS, Activations
 from lowbit.formats.layout.recipes import Base
+from lowbit.formats.machine.memory import forget_peak, give_back, peak_resident_bytes
 from lowbit.runtime.engine.draft.policy import Kind, StepCosts
 from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.load_options import Mode
@@ -111,24 +112,11 @@ def round_rate(model: lowbit.Model, drafting: Drafts, most: int, plain: float) -
     return f"{rate:9,.0f} {steps:9.2f}{'' if same else ' !'}"
 
 
-def forget_peak() -> None:
-    """Let the peak of this process's memory begin anew, where the system can."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
 def host_peaks(model: lowbit.Model) -> str:
     """GB that each process of a model has had of the host at most, the first rank's first."""
     members = [] if model.crew is None else model.crew.members
-    names = ["self", *(str(member.process.pid) for member in members)]
-    return "+".join(f"{peak_bytes(name) / 1e9:.1f}" for name in names)
-
-
-def peak_bytes(process: str) -> int:
-    """Most resident memory that a process of Linux has had; 0 elsewhere."""
-    status = Path(f"/proc/{process}/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(each.split()[1]) << 10 for each in lines if each.startswith("VmHWM")), 0)
+    processes = (None, *(member.process.pid for member in members))
+    return "+".join(f"{peak_resident_bytes(each) / 1e9:.1f}" for each in processes)
 
 
 def measured(
@@ -139,6 +127,7 @@ def measured(
     options: lowbit.LoadOptions,
 ) -> list[int]:
     """Print a line of figures, each as soon as it is there, but for its end; a greedy answer."""
+    give_back()  # else what the allocator keeps of the folder's writing counts
     forget_peak()
     started = time.perf_counter()
     most = max(together)
@@ -225,7 +214,9 @@ def main(
                     drafter = Path(place) / "drafter"
                     write(drafter_of(config), drafter, packed=recipe)
             columns = " ".join(f"{name:>9}" for name in ("host GB", *names))
-            print(f"{size}\n GPUs  load s {columns}      GB", flush=True)
+            since = "since its load began" if forget_peak() else "since it began, writing included"
+            print(f"{size}; host GB: most resident of each process {since}, mapped files too")
+            print(f" GPUs  load s {columns}      GB", flush=True)
             options = lowbit.LoadOptions(
                 device=device,
                 activations=activations,

@@ -1,4 +1,4 @@
-"""Memory that can still be allocated, and what this process holds in RAM."""
+"""Memory that can still be allocated, and what processes hold in RAM."""
 
 import ctypes
 import os
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+PROCESSES = Path("/proc")
 STATM = Path("/proc/self/statm")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
@@ -51,12 +52,38 @@ def resident_bytes() -> int:
     return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def peak_resident_bytes() -> int:
-    """Most resident memory that the process has had."""
+def peak_resident_bytes(process: int | None = None) -> int:
+    """Most resident memory that a process has had, pages of mapped files included.
+
+    Linux tells it as `VmHWM`. That of `getrusage`, for systems without /proc, is on Linux at least
+    the size of the program that started the process.
+
+    Args:
+        process: its number; None for this one.
+
+    Returns:
+        Bytes; 0 for another process where the system does not tell.
+    """
+    status = PROCESSES / str(process or "self") / "status"
+    lines = status.read_text().splitlines() if status.exists() else ()
+    for line in lines:
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    if process is not None:
+        return 0
     import resource  # not above: Windows has none
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
+
+
+def forget_peak() -> bool:
+    """Let `peak_resident_bytes` of this process begin anew; False where the system cannot."""
+    try:
+        (PROCESSES / "self" / "clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def give_back() -> None:
