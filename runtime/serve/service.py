@@ -4,11 +4,11 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
 
@@ -40,6 +40,7 @@ log = logging.getLogger("lowbit.serve")
 THREADS = 4  # parse long bodies, prepare requests that are long or have schemas
 IMAGE_THREADS = 2  # prepare requests with images; a large one takes seconds and a GB to decode
 NEWCOMERS = 16  # requests beyond a full queue, of clients that have no other
+UNWATCHED_S = 0.02  # of work that ends before nobody asks if its client has left
 READING = 32  # requests whose bodies may be waited for, or read while the queue is full
 Result = TypeVar("Result")
 
@@ -235,23 +236,34 @@ class Service:
     ) -> Result:
         """Run work once one of the places, as many as there are threads, is free for it."""
         asker, loop = Asker(record_of(http).client), asyncio.get_running_loop()
+        ended: asyncio.Future[Result] = loop.create_future()
 
-        def give_back(_: Future[Result]) -> None:
+        def end(done: Future[Result]) -> None:
+            places.give_back(asker)  # whoever still waits for the thread
+            if not ended.done():
+                _hand_over(done, ended)
+
+        def wake(done: Future[Result]) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(places.give_back, asker)
+                loop.call_soon_threadsafe(end, done)
+
+        def begin() -> None:
+            executor.submit(work).add_done_callback(wake)
 
         async def result() -> Result:
             await places.take(asker)
-            done = executor.submit(work)
-            done.add_done_callback(give_back)  # the thread's end, whoever still waits for it
-            return await asyncio.wrap_future(done)
+            begin()
+            return await ended
 
+        at_once = places.take_free(asker)
+        if at_once:
+            begin()
         try:
-            return await self.unless_left(http, result())
+            return await self.unless_left(http, ended if at_once else result())
         except LowbitError as error:
             raise of_lowbit(error) from None
 
-    async def unless_left(self, http: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result:
+    async def unless_left(self, http: HttpRequest, work: Awaitable[Result]) -> Result:
         """The result of `work`, which is cancelled when the client leaves or its time is over.
 
         Raises:
@@ -259,17 +271,23 @@ class Service:
             ApiError: 504.
         """
         limit = self.settings.request_timeout_s
-        task, watch = asyncio.create_task(work), asyncio.create_task(leaving(http))
+        end = record_of(http).started + limit
+        task = asyncio.ensure_future(work)
+        watch: asyncio.Task[None] | None = None
         try:
-            left_s = record_of(http).started + limit - time.perf_counter()
-            both = (task, watch)
-            await asyncio.wait(both, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task,), timeout=min(UNWATCHED_S, end - time.perf_counter()))
+            if not task.done():
+                watch = asyncio.create_task(leaving(http))
+                left_s = end - time.perf_counter()
+                both = (task, watch)
+                await asyncio.wait(both, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            raise ClientLeftError if watch.done() else timed_out(limit)
+            raise ClientLeftError if watch is not None and watch.done() else timed_out(limit)
         finally:
             task.cancel()
-            watch.cancel()
+            if watch is not None:
+                watch.cancel()
 
     def begin(
         self, http: HttpRequest, requests: Sequence[Request], constraints: Constraints
@@ -379,3 +397,13 @@ def record_of(http: HttpRequest) -> Record:
     """The record of a request, made by `app.Outermost`."""
     record: Record = http.scope["lowbit.record"]
     return record
+
+
+def _hand_over(done: Future[Result], ended: asyncio.Future[Result]) -> None:
+    """Give the end of some work in a thread to the event loop's future for it."""
+    if done.cancelled():  # the server ends
+        ended.cancel()
+    elif (error := done.exception()) is not None:
+        ended.set_exception(error)
+    else:
+        ended.set_result(done.result())

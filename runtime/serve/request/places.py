@@ -30,8 +30,10 @@ class Places:
     of_client: int = CLIENT_DOWNLOADS
     of_host: int = HOST_DOWNLOADS
     _waiting: dict[asyncio.Future[None], tuple[Asker, str]] = field(default_factory=dict)
+    # Places that are taken: of each client, of each host, and all
     _clients: Counter[str] = field(default_factory=Counter)
     _hosts: Counter[str] = field(default_factory=Counter)
+    _taken: int = 0
 
     async def take(self, asker: Asker, host: str = "") -> None:
         """Wait for a place, which `give_back` gives to others.
@@ -49,25 +51,43 @@ class Places:
                 self.give_back(asker, host)
             raise
 
+    def take_free(self, asker: Asker) -> bool:
+        """Take a place for work on this machine, if one is free and nobody waits; else False."""
+        if (
+            self._waiting
+            or self._taken >= self.most
+            or self._clients[asker.client] >= self.of_client
+        ):
+            return False
+        self._count(asker, "")
+        return True
+
     def give_back(self, asker: Asker, host: str = "") -> None:
         """Let others have a place that was taken."""
         asker.running -= 1
-        self._clients -= Counter((asker.client,))  # which drops those that have none left
-        self._hosts -= Counter((host,))
+        self._taken -= 1
+        for counts, name in ((self._clients, asker.client), (self._hosts, host)):
+            counts[name] -= 1
+            if not counts[name]:
+                del counts[name]
         self._serve()
 
     def _serve(self) -> None:
         """Give free places to those that wait."""
         while (place := self._next()) is not None:
             asker, host = self._waiting.pop(place)
-            asker.running += 1
-            self._clients[asker.client] += 1
-            self._hosts[host] += 1
+            self._count(asker, host)
             place.set_result(None)
+
+    def _count(self, asker: Asker, host: str) -> None:
+        asker.running += 1
+        self._clients[asker.client] += 1
+        self._hosts[host] += 1
+        self._taken += 1
 
     def _next(self) -> asyncio.Future[None] | None:
         """The next to have a place; None while there is none for anybody that waits."""
-        if self._clients.total() >= self.most:
+        if self._taken >= self.most or not self._waiting:
             return None
         may = (
             (self._clients[asker.client], asker.running, place)

@@ -73,6 +73,23 @@ def test_the_next_place_goes_to_the_client_and_the_request_with_the_fewest() -> 
     run(test)
 
 
+def test_a_free_place_is_taken_past_nobody() -> None:
+    async def test() -> None:
+        places = Places(most=3, of_client=2)
+        queue, one, two = Queue(places), Asker("a"), Asker("b")
+        assert [places.take_free(one) for _ in range(3)] == [True, True, False]  # its share
+        assert places.take_free(two)
+        assert not places.take_free(Asker("c"))  # all are taken
+        await queue.ask("waits", two, "")
+        places.give_back(one)
+        assert not places.take_free(Asker("c"))  # it is for the one that waited
+        await queue.turn()
+        assert queue.got == ["waits"]
+        assert (one.running, two.running) == (1, 2)
+
+    run(test)
+
+
 def test_who_leaves_takes_nothing_with_it() -> None:
     async def test() -> None:
         queue, one = Queue(Places(most=1)), Asker("a")
