@@ -229,7 +229,10 @@ class AnswerSplitter:
 
     def push(self, id: int) -> list[Event]:
         """The events that this token completes."""
-        return list(self._events(self._text.push(id), final=False))
+        piece = self._text.push(id)
+        if self._calls is None and not self.stops:  # most answers: nothing is looked for in them
+            return [] if piece is None else [piece]
+        return list(self._events(piece, final=False))
 
     def finish(self) -> list[Event]:
         """The events of the text still held back."""

@@ -202,13 +202,16 @@ class TextStream:
     """
 
     tokenizer: Tokenizer
-    _utf8: codecs.IncrementalDecoder = field(
+    _utf8: codecs.BufferedIncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
     )
 
     def push(self, id: int) -> str:
         """The text that this token completes; may be empty."""
-        return self._utf8.decode(self.tokenizer.token_bytes(id))
+        data = self.tokenizer.token_bytes(id)
+        if data.isascii() and not self._utf8.buffer:  # most tokens; the decoder is slow Python
+            return data.decode("ascii")
+        return self._utf8.decode(data)
 
     def finish(self) -> str:
         """The broken character at the end of the text, if there is one."""

@@ -65,6 +65,14 @@ def split(tokenizer: Tokenizer, text: str, begin: OutputStart, *stops: str) -> t
     return reasoning, "".join(piece.text for piece in parts if not piece.reasoning)
 
 
+@pytest.mark.parametrize("begin", ["raw", "answer", "reasoning", "rest of reasoning"])
+@pytest.mark.parametrize("text", ["", " é\n", "<think>\na b \n</think>\n\n ü😀 c ", "a</think> b"])
+def test_an_answer_without_stops_is_that_with_one_that_never_comes(
+    text: str, begin: OutputStart, tokenizer: Tokenizer
+) -> None:
+    assert split(tokenizer, text, begin) == split(tokenizer, text, begin, "never")
+
+
 @pytest.mark.parametrize(
     ("text", "begin", "expected"),
     [
