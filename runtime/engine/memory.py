@@ -23,6 +23,7 @@ from lowbit.runtime.state.snapshots import Snapshots
 from lowbit.runtime.thresholds import EXACT_TOKENS, PACK_SEQUENCES
 
 MIN_CONTEXT = 16  # below this nothing useful fits
+SHORTER = 16  # one part of so many of a context that is short anyway, sequences may take
 HEADROOM = 1.05  # activations, tables and the allocator's slack, on top of weights and cache
 # A prefill chunk's activations, graphs, the libraries' buffers. A long chunk that is replayed has
 # its activations in the graphs' pool, beside those of launched ones; but where such chunks are
@@ -195,8 +196,9 @@ class Decided:
 def choose_sequences(account: Account, options: LoadOptions) -> ChosenSequences:
     """Sequences that options ask for; without a number, as many as memory has room for.
 
-    They never shorten the context that one sequence would have alone. On a GPU each has room for a
-    prompt and an answer of ANSWER_LENGTH in the cache. A CPU gains little by more than SEQUENCES.
+    They leave one sequence all of its context. Where memory is too short for that, they take up to
+    one part of SHORTER of what one would have alone. On a GPU each has room for a prompt and an
+    answer of ANSWER_LENGTH in the cache. A CPU gains little by more than SEQUENCES.
 
     Raises:
         RequestError: as `choose_cache`.
@@ -222,12 +224,13 @@ def choose_sequences(account: Account, options: LoadOptions) -> ChosenSequences:
     if each < 1:
         return ChosenSequences(1, "memory is short")
     share = 0 if on_cpu else each
+    kept = alone if alone >= pages_for(context) else alone - alone // SHORTER
 
     def too_many(count: int) -> bool:
-        return pages(count) < max(alone, share * count)
+        return pages(count) < max(kept, share * count)
 
     count = bisect_left(range(1, 1 + most), True, key=too_many)
-    if count < most and pages(count + 1) < alone:
+    if count < most and pages(count + 1) < kept:
         return ChosenSequences(count, "more would shorten the context")
     if on_cpu:
         return ChosenSequences(count, "the default on a CPU")

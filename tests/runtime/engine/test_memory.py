@@ -349,13 +349,15 @@ def test_sequences_that_nobody_asked_for_take_no_context(
         except ResourceError:
             continue
         chosen = decide(asked, LoadOptions(max_sequences=None, **asked_for, **limit))
-        assert chosen.cache.context == most.context, (limit, pages)
+        short = most.context < size.context
+        least = most.context * 15 // 16 if short else most.context
+        assert least <= chosen.cache.context <= most.context, (limit, pages)
         counts.add(chosen.sequences.count)
         if chosen.sequences.reason == "more would shorten the context":
             further = LoadOptions(max_sequences=chosen.sequences.count + 1, **asked_for, **limit)
-            size = memory.asked_cache(asked, further, drafts)
-            assert asked.pages_that_fit(size, bytes_free) < most.pages
-    assert {1, 16} <= counts if device == "cpu" else len(counts) > 3, counts
+            more = asked.pages_that_fit(memory.asked_cache(asked, further, drafts), bytes_free)
+            assert more < most.pages * (15 / 16 if short else 1)
+    assert len(counts) > 1 and 16 in counts if device == "cpu" else len(counts) > 3, counts
 
 
 def test_auto_rounds_where_the_context_that_was_asked_for_does_not_fit(
