@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
 ENDS = frozenset({250})
-LIVES = 120  # of requests, for each kind of model
-KINDS = 30  # of requests
+LIVES = 60  # of requests, for each kind of model
+KINDS = 20  # of requests
 FAILED = "the constraint ends here"
 LIMITED = 5  # every request of so many has a constraint
 PACKED = CacheSize(context=CONTEXT, sequences=8, pages=20, snapshots=4, drafts=5)

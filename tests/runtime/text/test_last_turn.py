@@ -1,6 +1,6 @@
 """Prompts that end inside their last message, against transformers' own rendering."""
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,12 @@ TEXTS = [
 ]
 
 
+@cache
+def template_from(source: str) -> ChatTemplate:
+    """The template of a source: one process renders it in all tests."""
+    return ChatTemplate(source, {})
+
+
 def last(content: Any, **fields: Any) -> list[dict[str, Any]]:
     return [USER, {"role": "assistant", "content": content, **fields}]
 
@@ -35,7 +41,7 @@ def last(content: Any, **fields: Any) -> list[dict[str, Any]]:
 def test_prompts_are_those_of_transformers(source: str, text: str) -> None:
     for messages in (last(text), last(text, reasoning_content="why "), [USER, *last(text)]):
         expected = hub_prompt(source, messages, continue_final_message=True)
-        assert render_prompt(ChatTemplate(source, {}), messages, end="last").text == expected
+        assert render_prompt(template_from(source), messages, end="last").text == expected
 
 
 def test_the_last_text_beside_an_image_is_continued() -> None:
@@ -43,7 +49,7 @@ def test_the_last_text_beside_an_image_is_continued() -> None:
     image = {"type": "image", "image": "x"}
     bundled = BUNDLED.parent / "tiny-qwen3.5-vision" / "chat_template.jinja"
     for source in (bundled.read_text(), template_of("qwen3.5").source):
-        template = ChatTemplate(source, {})
+        template = template_from(source)
         render = partial(template.render_later, answer=False)
         for text in ("It is", "It is \n"):
             messages = [{"role": "user", "content": [image, {"type": "text", "text": text}]}]
@@ -67,8 +73,8 @@ def test_a_message_of_any_role_is_continued(role: str) -> None:
     messages = [USER, {"role": "assistant", "content": "Yes."}, {"role": role, "content": "It is "}]
     for source in (template_of("qwen3").source, KEEPS):
         expected = hub_prompt(source, messages, continue_final_message=True)
-        assert render_prompt(ChatTemplate(source, {}), messages, end="last").text == expected
-    prompt = render_prompt(ChatTemplate(AS_JSON, {}), [USER], end="last")
+        assert render_prompt(template_from(source), messages, end="last").text == expected
+    prompt = render_prompt(template_from(AS_JSON), [USER], end="last")
     assert prompt.text == '{"role": "user", "content": "Hi'
 
 
@@ -90,7 +96,7 @@ def test_open_reasoning_is_continued_inside_its_block(name: str, thought: str) -
             else:
                 assert found.endswith("<|im_start|>assistant\n<think>\n")
     # without a place for reasoning the text is the content that it is
-    assert render_prompt(ChatTemplate(KEEPS, {}), last("<think>a"), end="last").text.endswith(
+    assert render_prompt(template_from(KEEPS), last("<think>a"), end="last").text.endswith(
         "assistant: <think>a"
     )
 
@@ -99,7 +105,7 @@ def test_the_prompt_may_end_behind_the_last_message() -> None:
     for source in SOURCES:
         for messages in ([USER], last("Yes.")):
             expected = hub_prompt(source, messages, add_generation_prompt=False)
-            assert render_prompt(ChatTemplate(source, {}), messages, end="none").text == expected
+            assert render_prompt(template_from(source), messages, end="none").text == expected
 
 
 def test_what_cannot_be_continued_is_refused() -> None:
@@ -107,7 +113,7 @@ def test_what_cannot_be_continued_is_refused() -> None:
         render_prompt(template_of("qwen3"), last("a", tool_calls=[call("f")]), end="last")
     for source in ("x", "{{ messages[-1].content[:3] }}", "{{ messages[0].content }}"):
         with pytest.raises(RequestError, match="does not write the last message to its end"):
-            render_prompt(ChatTemplate(source, {}), last("Sure."), end="last")
+            render_prompt(template_from(source), last("Sure."), end="last")
 
 
 @pytest.fixture(scope="module")
