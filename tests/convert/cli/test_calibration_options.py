@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.lanes import in_commands
+
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli
 
@@ -56,6 +58,7 @@ def test_verifying_a_folder_that_was_not_calibrated(
     assert "was not calibrated on a text\n\nhint: leave out --calib" in result.stderr
 
 
+@in_commands("text")
 @pytest.mark.parametrize(
     ("model", "content"),
     [

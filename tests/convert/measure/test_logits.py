@@ -30,6 +30,7 @@ from lowbit.formats.errors import (
 from tests.conversions import convert
 from tests.convert.edits import edit_tensors, set_config
 from tests.convert.measure.conftest import Measure, WholeLogits
+from tests.lanes import in_commands
 
 CHARACTERS = 1100  # two windows of 128 tokens
 CPU = torch.device("cpu")
@@ -75,6 +76,7 @@ def packed_other_head(other_head: Path) -> Path:
     return convert(other_head, other_head.with_name("packed"), Recipe()).folder
 
 
+@in_commands("packed")
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
 @pytest.mark.parametrize(
     "name", ["short", "packed", "packed_tied", "other_head", "packed_other_head"]

@@ -71,7 +71,7 @@ def text() -> Tensor:
     return torch.tensor(ids[: 3 * T]).view(3, T)
 
 
-@in_commands("recipe1")
+@in_commands("recipe1", "recipe2")
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
 @pytest.mark.parametrize("recipe", [None, Recipe(), Recipe(mtp="bf16", head="bf16")])
 def test_counts_equal_those_of_rounds_by_themselves(

@@ -13,6 +13,7 @@ from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.original.walk import pass_through_all
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.kv_cache import BF16_CACHE, FP32_CACHE, INT8_CACHE
+from tests.lanes import in_commands
 from tests.short_models import Shorten
 
 CPU = torch.device("cpu")
@@ -51,6 +52,7 @@ def hidden(model: LayeredModel, windows: Tensor) -> Tensor:
         return pass_through_all(model, windows, CPU, pool, lambda _: None)
 
 
+@in_commands("tiny-qwen3")
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
 @pytest.mark.parametrize("kind", ["tiny-qwen3", "tiny-qwen3.5", "tiny-qwen3-moe"])
 def test_states_are_those_of_transformers(shorten: Shorten, kind: str) -> None:

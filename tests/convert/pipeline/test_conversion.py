@@ -242,7 +242,7 @@ def with_workers(count: int) -> Callable[[pytest.MonkeyPatch], None]:
     return change
 
 
-@in_commands("one-worker")
+@in_commands("one-worker", "five-workers")
 @pytest.mark.usefixtures("scales_anew")
 @pytest.mark.parametrize(
     "change",

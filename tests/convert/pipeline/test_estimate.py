@@ -27,6 +27,7 @@ from tests.conversions import convert
 from tests.convert.edits import edit_json
 from tests.convert.fixture_types import MakeModel
 from tests.hub_server import HubServer
+from tests.lanes import in_commands
 
 SHARDS = ("one.safetensors", "two.safetensors")
 LIMIT = 200_000
@@ -139,6 +140,7 @@ def compared_by_a_report(folder: Path) -> str:
     return said[0].partition(", in at most")[0]
 
 
+@in_commands("tiny-qwen3-moe-300", "tiny-qwen3.5-1024")
 @pytest.mark.parametrize(
     ("name", "context"),
     [

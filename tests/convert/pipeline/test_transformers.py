@@ -141,7 +141,7 @@ def own_gaps(short_hybrid: Path) -> set[str]:
     return missing
 
 
-@in_commands("int4", "absmax", "rows", "layers-differ")
+@in_commands("int4", "absmax", "rows", "layers-differ", "mixed-tied")
 @pytest.mark.parametrize("recipe", QWEN3_5)
 def test_both_classes_of_qwen3_5(
     tmp_path: Path, short_hybrid: Path, own_gaps: set[str], recipe: str

@@ -21,6 +21,7 @@ from lowbit.formats.files import atomic
 from lowbit.formats.packed import open_packed
 from tests.conversions import convert
 from tests.convert.report.samples import make_report
+from tests.lanes import in_commands
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli
@@ -211,6 +212,7 @@ def test_an_unwritable_disk_is_found_before_measuring(
     assert sorted(packed.iterdir()) == before
 
 
+@in_commands("False")
 @pytest.mark.parametrize("as_json", [False, True])
 def test_figures_are_printed_if_the_disk_fills_up_meanwhile(
     cli: "Cli",

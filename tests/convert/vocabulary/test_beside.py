@@ -134,6 +134,7 @@ def test_fused_experts_are_used_again(tmp_path: Path, shorten: Shorten) -> None:
         _again(source, tmp_path / "out", FEW)
 
 
+@in_commands("None")
 @pytest.mark.parametrize("repo", [None, "Qwen/Qwen3.5-0.8B"])
 def test_the_card_names_the_whole_original(
     short_hybrid: Path, tmp_path: Path, repo: str | None

@@ -51,7 +51,7 @@ def test_rows_are_those_of_the_kept_tokens(short_hybrid: Path, small_cut: CutMod
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-@in_commands("0.1-languages0")
+@in_commands("0.1-languages0", "0.5-*")
 @pytest.mark.parametrize(
     ("share", "languages"), [(0.1, ()), (0.1, ("de", "fr")), (0.5, ("de", "fr"))]
 )
@@ -383,6 +383,7 @@ def test_command_refuses(
     assert named in refused.stderr
 
 
+@in_commands("record")
 @pytest.mark.parametrize("form", ["record", "array"])
 def test_listed_tokens_are_kept(
     tmp_path: Path, short_hybrid: Path, small_cut: CutModel, form: str

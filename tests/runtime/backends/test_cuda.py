@@ -25,6 +25,7 @@ from lowbit.runtime.state.step_buffers import lone_step
 from lowbit.runtime.thresholds import DENSE_TOKENS, PACKED_TOKENS
 from lowbit.runtime.weights.layers import AttentionLayer
 from lowbit.runtime.weights.linear import DenseLinear, MlpWeights, PackedLinear
+from tests.lanes import in_commands
 from tests.runtime.kernels.interpreter import quick_interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -146,6 +147,7 @@ def test_chunks_follow_each_other(kind: str) -> None:
 MANY = PACKED_TOKENS
 
 
+@in_commands("dense-65_1")
 @pytest.mark.parametrize(
     ("kind", "M"),
     [

@@ -15,6 +15,7 @@ from lowbit.runtime.lab.http_load.bench import ServerResult
 from lowbit.runtime.lab.http_load.clients import LoadRecord, OfferedLoad
 from lowbit.runtime.lab.http_load.result import LatencyLimits, load_result
 from lowbit.runtime.lab.tables import show_server
+from tests.lanes import in_commands
 from tests.runtime.lab.http_load.conftest import (
     MODEL,
     Answer,
@@ -236,6 +237,7 @@ def real() -> Iterator[Running]:
         yield found
 
 
+@in_commands("completions")
 @pytest.mark.parametrize("api", ["completions", "chat"])
 def test_server_of_lowbit(real: Running, api: str) -> None:
     found = measured(real.url, *FEW, "--api", api, "--prompt-tokens", "40", key="secret")

@@ -17,6 +17,7 @@ from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
+from tests.lanes import in_commands
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def test_widths_reach_the_longest_chunk_and_waste_less_than_half() -> None:
     )
 
 
+@in_commands("dense")
 def test_chunks_are_replayed_from_the_second_prompt_on(
     graphs: lowbit.Model, fresh: Callable[[], lowbit.Model]
 ) -> None:
@@ -111,6 +113,7 @@ def test_chunks_are_replayed_from_the_second_prompt_on(
         assert recorded(graphs) == keys
 
 
+@in_commands("dense")
 def test_chunks_of_one_prompt_count_as_one(
     graphs: lowbit.Model,
     fresh: Callable[[], lowbit.Model],

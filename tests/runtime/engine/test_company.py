@@ -130,7 +130,7 @@ def left_by(
 @in_commands(
     "tiny-qwen3-torch.bfloat16-int4-int8-0-*",
     "tiny-qwen3.5-torch.float32-None-bf16-0-*",
-    "tiny-qwen3.5-moe-torch.bfloat16-int4-int8-7-*",
+    "tiny-qwen3.5-moe-*",
     "tiny-qwen3-torch.float32-None-bf16-7-*",
 )
 @pytest.mark.parametrize(("watched", "counts"), [(0, (1, 63)), (7, (16, 7))])

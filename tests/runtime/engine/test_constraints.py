@@ -119,6 +119,7 @@ class Blocks(Residues):
         self.free_tokens = max(0, 10 - len(self.tokens) % 10) if len(self.tokens) % 10 >= 4 else 0
 
 
+@in_commands("tiny-qwen3")
 def test_masks_are_not_asked_for_where_tokens_are_unbound(model: lowbit.Model) -> None:
     requests = [Request(prompt(n), HOT, 35, constraint=Blocks()) for n in range(2)]
     requests.append(Request(prompt(2), HOT, 35))

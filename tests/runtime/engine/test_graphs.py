@@ -114,6 +114,7 @@ def test_steps_of_many_tokens_are_recorded_for_more_lengths(
         assert round_kv_len(length, 20_000, width) == length
 
 
+@in_commands("hybrid-hot")
 @EVERY
 def test_the_graph_gives_the_tokens_of_the_step(
     graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], params: lowbit.SamplingParams
@@ -171,6 +172,7 @@ def test_requests_that_join_and_leave_take_graphs_of_their_number(
     assert {max_kv_len for _, max_kv_len in recorded(graphs)} == {64}
 
 
+@in_commands("dense")
 def test_a_recording_leaves_what_is_reused_as_it_was(
     graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], round_from: Callable[[int], None]
 ) -> None:
@@ -212,6 +214,7 @@ def test_a_full_context_leaves_room_for_the_next_recording(
     assert run(graphs, longest, HOT) == run(fresh(), longest, HOT)
 
 
+@in_commands("hybrid-step-48", "dense-step-256")
 @pytest.mark.parametrize(
     ("load", "at", "first"),
     [
@@ -281,7 +284,7 @@ class Odd(Constraint):
         self.tokens.append(token)
 
 
-@in_commands("hybrid-hot")
+@in_commands("hybrid-hot", "dense-greedy")
 @EVERY
 def test_constrained_requests_take_two_graphs_a_step_and_others_go_on_as_they_were(
     graphs: lowbit.Model,

@@ -51,7 +51,7 @@ def said(handle: Handle) -> tuple[object, ...]:
     return handle.output, list(handle.log_probabilities)
 
 
-@in_commands("27B-heads")
+@in_commands("27B-heads", "small")
 @pytest.mark.parametrize(
     ("name", "prompts", "chunks"),
     [
@@ -101,6 +101,7 @@ def test_bf16_is_no_further_off_than_transformers_in_bf16(
     assert error_ratio(ours, rounded, exact) < 1.05  # 0.81; 0.83 with products in BF16
 
 
+@in_commands("one")
 @pytest.mark.parametrize("name", PROMPTS)
 def test_greedy_tokens_match_transformers(
     name: str, hub: Hub, fresh: Callable[..., lowbit.Model], set_chunk: SetChunk
@@ -138,7 +139,7 @@ def test_company_changes_no_bit(
             assert said(handle) == alone[n]
 
 
-@in_commands("7")
+@in_commands("7", "16")
 @pytest.mark.parametrize("tail", [1, 7, 16])
 def test_the_last_words_behind_a_picture_are_padded(
     tail: int, hub: Hub, fresh: Callable[..., lowbit.Model], monkeypatch: pytest.MonkeyPatch

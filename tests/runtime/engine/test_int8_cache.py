@@ -57,6 +57,7 @@ def logits_of_transformers(hub: Any, ids: list[int]) -> Tensor:
     return logits.double()
 
 
+@in_commands("make_model")
 @pytest.mark.parametrize("make", ["make_model", "make_qwen3_5"])
 def test_logits_are_those_of_transformers_with_rounded_keys_and_values(
     make: str,

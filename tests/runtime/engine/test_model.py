@@ -9,6 +9,7 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.formats.layout.scheme import Scheme
+from tests.lanes import in_commands
 from tests.runtime.hub_logits import distance, error_ratio, hub_logits, in_bf16
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def test_fp32_logits_match_transformers(
     assert distance(model.logits(IDS), expected) < 1e-4
 
 
+@in_commands("int2-g32", "int4-row")
 def test_fp32_token_by_token_matches_transformers(
     packed: "PackedModel", reference: Reference, set_chunk: Callable[[int], None]
 ) -> None:
@@ -131,6 +133,7 @@ def test_padding_rows_are_never_chosen(make_model: Make) -> None:
         assert max(model.engine.generate(IDS, params, 40)) < 261
 
 
+@in_commands("dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_greedy_is_the_same_on_every_run(make_model: Make, dtype: torch.dtype) -> None:
     packed = make_model(mixed)

@@ -97,7 +97,7 @@ def test_one_of_several_fails_and_the_others_do_not(make: Make) -> None:
     assert texts(model, GOOD, PARAMS["greedy"]) == alone[0]
 
 
-@in_commands("hybrid-inf", "hybrid--inf", "dense-nan*")
+@in_commands("hybrid-inf", "hybrid--inf", "dense-nan*", "dense--inf")
 @pytest.mark.parametrize("value", ANY_NUMBER)
 def test_weights_that_are_not_numbers_are_refused_by_name(make: Make, value: float) -> None:
     packed = make()

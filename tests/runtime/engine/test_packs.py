@@ -93,7 +93,7 @@ def alone(model: lowbit.Model, prompts: list[list[int]]) -> list[tuple[Any, ...]
     return found
 
 
-@in_commands("hybrid-False", "dense-True")
+@in_commands("hybrid-False", "dense-True", "dense-False")
 @pytest.mark.parametrize("exact", [False, True])
 def test_prompts_that_pass_together_are_answered_as_if_alone(
     graphs: Callable[..., lowbit.Model],

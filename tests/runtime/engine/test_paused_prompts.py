@@ -12,6 +12,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load import CPU_CHUNK_LEAST, CPU_LAYER_OPERATIONS, cpu_chunk
 from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.stream import Handle
+from tests.lanes import in_commands
 from tests.runtime.engine.small_engine import assert_all_free, new_engine
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def test_a_token_is_decoded_between_two_layers(model: lowbit.Model) -> None:
     assert_all_free(engine)
 
 
+@in_commands("make_model")
 def test_a_prompt_that_is_cancelled_halfway_leaves_nothing(model: lowbit.Model) -> None:
     engine = new_engine(model)
     first, second = begin(engine)

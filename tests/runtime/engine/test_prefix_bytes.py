@@ -94,7 +94,7 @@ def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
         assert torch.equal(mine, theirs)
 
 
-@in_commands("tiny-qwen3.5-torch.bfloat16-int8")
+@in_commands("tiny-qwen3.5-torch.bfloat16-int8", "tiny-qwen3-*")
 @pytest.mark.parametrize("model", [*CASES, EXPERTS], ids=id_of, indirect=True)
 def test_prompts_with_any_common_prefix(model: lowbit.Model, watch: Watch) -> None:
     engine, fresh = new_engine(model), new_engine(model)
@@ -124,6 +124,7 @@ def test_a_prompt_again_and_a_prompt_that_is_the_beginning_of_another(
     assert watch.run(engine, prompts[3])[0] == 160
 
 
+@in_commands("tiny-qwen3-*")
 def test_logits_between_do_not_move_the_cuts(model: lowbit.Model, watch: Watch) -> None:
     engine = new_engine(model)
     prompt = [*SYSTEM, *FIRST, 1, 2]

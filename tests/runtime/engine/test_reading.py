@@ -63,13 +63,14 @@ def together(load: Load) -> Together:
     return found
 
 
-@in_commands("int8")
+@in_commands("int8", "None")
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [None, "int8", "int4"])
 def test_unseen_words_and_numbers_are_read(recipe: Base | None, together: Together) -> None:
     assert exact(together(recipe), words()[:COUNT]) >= ENOUGH
 
 
+@in_commands("int8")
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [None, "int8", "int4"])
 def test_alone_they_are_read_as_in_company(
@@ -80,6 +81,7 @@ def test_alone_they_are_read_as_in_company(
     assert [read(load(recipe), [each])[0] for each in pictures()[:COUNT][SOME]] == expected
 
 
+@in_commands("ngram")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["mtp", "ngram"])
 def test_drafts_change_no_letter(mode: str, load: Load, together: Together) -> None:

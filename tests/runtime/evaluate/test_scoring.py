@@ -228,6 +228,7 @@ def test_reasoning_is_no_part_of_a_chat_answer(make_model: Make, say: Say) -> No
     assert text_of(model, encode("?"), wanted) == ("<think>2 + 2</think>4", False)
 
 
+@in_commands("dense")
 def test_texts_are_made_together_and_are_those_of_one_at_a_time(
     packed: "PackedModel", monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,7 +68,7 @@ ON_GPU = [
 ]
 
 
-@in_kernels("3x3x32-*-False")
+@in_kernels("3x3x32-*-False", "2x1x64-*-96-8-True")
 @pytest.mark.parametrize(
     ("heads", "each", "tokens", "sequences", "quantized"),
     [

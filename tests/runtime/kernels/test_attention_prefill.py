@@ -14,6 +14,7 @@ from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span
 from lowbit.runtime.thresholds import PROMPT_TOKENS
 from lowbit.runtime.weights.layers import AttentionLayer
+from tests.lanes import in_kernels
 from tests.runtime.kernels.attention_layers import BF16, EPS, FP32, REAL, Heads, hopper, layer_of
 from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of, with_axes
 
@@ -132,6 +133,7 @@ PADDED = [
 ]
 
 
+@in_kernels("4x2x64-r64-*")
 @pytest.mark.parametrize(("heads", "past", "M", "width"), PADDED, ids=str)
 def test_padding_changes_no_bit(
     randn: Randn, make_rope: MakeRope, device: str, heads: Heads, past: int, M: int, width: int

@@ -15,6 +15,7 @@ from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span
 from lowbit.runtime.thresholds import PROMPT_TOKENS
 from lowbit.runtime.weights.layers import AttentionLayer
+from tests.lanes import in_kernels
 from tests.runtime.kernels.attention_layers import BF16, EPS, FP32, REAL, Heads, layer_of
 from tests.runtime.kernels.coded_pages import in_codes, same
 from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of
@@ -43,6 +44,7 @@ LENGTHS = ((0, 777), (1000, 129), (0, 128), (3000, 33), (4001, 200))
 ON_GPU = [(heads, past, M) for heads in WIDE for past, M in LENGTHS]
 
 
+@in_kernels("1x1x32-*-33-130")
 @pytest.mark.parametrize(
     ("heads", "past", "M"),
     [

@@ -57,7 +57,7 @@ SIZES = [
 ]
 
 
-@in_kernels("4-2-64-*")
+@in_kernels("4-2-64-*", "3-1-128-*")
 @pytest.mark.parametrize(("Hq", "Hkv", "D", "gated", "gain", "coded"), SIZES, ids=str)
 def test_one_program_joins_all_splits(
     make_rope: Callable[[int, int], Rope],

@@ -100,7 +100,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-@in_kernels("domino", "dflash2")
+@in_kernels("domino", "dflash2", "lilicorr")
 @pytest.mark.usefixtures("emulated_experts")
 @pytest.mark.parametrize("kind", HEADS)
 def test_drafts_of_a_head_are_those_of_plain_torch(tmp_path: Path, device: str, kind: str) -> None:

@@ -56,7 +56,7 @@ def test_gemv(make_tiled: MakeTiled, randn: Randn, bits: int, B: int) -> None:
     assert relative_error(y, gemv_ref(x, w, norm=norm, eps=EPS)) < FP32_ERROR
 
 
-@in_kernels("8-300-1056-32-*")
+@in_kernels("8-300-1056-32-*", "3-300-*")
 @pytest.mark.parametrize(
     ("bits", "N", "K", "G", "scales"),
     [

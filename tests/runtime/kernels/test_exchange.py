@@ -277,6 +277,7 @@ def test_products_that_push(make_tiled: Callable[..., TiledLinear]) -> None:
     assert not gemv.pushes(replace(w, N=MOST_PUSHED + 16), 1, card)
 
 
+@in_kernels("3")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run there")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums_of_many_tokens(ranks: int) -> None:

@@ -231,7 +231,7 @@ def test_groups(experts: int, M: int, device: str) -> None:
     assert groups == expected
 
 
-@in_kernels("INT8-h96-*")
+@in_kernels("INT8-h96-*", "INT2-*")
 @pytest.mark.parametrize("size", [SMALL[0], SMALL[1], SMALL[-1]], ids=str)
 def test_experts_read_once_give_a_token_the_same_bits(
     size: Size, device: str, randn: Randn, monkeypatch: pytest.MonkeyPatch

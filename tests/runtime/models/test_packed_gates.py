@@ -20,6 +20,7 @@ from lowbit.formats.foreign.reader import open_native
 from lowbit.runtime import load
 from lowbit.runtime.models.loader import open_model
 from tests.foreign_layouts import draw, gptq
+from tests.lanes import in_commands
 from tests.short_models import Shorten
 
 IDS = [5, 17, 200, 3, 3, 250, 1]
@@ -128,6 +129,7 @@ def agree(packed: Path, plain: Path) -> None:
     assert (ours - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
+@in_commands("int4-g32")
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", SCHEMES.values(), ids=SCHEMES)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

@@ -15,6 +15,7 @@ from lowbit.formats.page_counts import PAGE
 from lowbit.runtime.models.loader import load_decoder, open_model
 from lowbit.runtime.state.device_state import new_state
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
+from tests.lanes import in_commands
 from tests.runtime.hub_logits import distance, error_ratio, hub_logits, in_bf16
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def exact(folder: Path) -> lowbit.Model:
     return lowbit.load(folder, device="cpu", dtype=torch.float32)
 
 
+@in_commands("27B-heads")
 @pytest.mark.parametrize("name", MODELS)
 def test_fp32_logits_match_transformers_whatever_the_chunks(
     name: str, make_qwen3_5: Make35, reference: Reference, set_chunk: Callable[[int], None]

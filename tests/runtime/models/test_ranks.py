@@ -22,6 +22,7 @@ from lowbit.runtime.models.ranks import load_rank
 from lowbit.runtime.models.shards import check_ranks, shard_of
 from lowbit.runtime.state.device_state import new_state
 from lowbit.runtime.state.step_buffers import lone_step
+from tests.lanes import in_commands
 from tests.runtime.conftest import QWEN3_5, PackedModel
 from tests.runtime.ranks_in_threads import on_each_rank
 from tests.short_models import Shorten
@@ -61,6 +62,7 @@ def compare(opened: OpenedModel, ranks: int, dtype: torch.dtype) -> tuple[Tensor
     return of_one(opened, dtype, ids), on_each_rank(ranks, run)
 
 
+@in_commands("int4-tiny-qwen3-moe")
 @pytest.mark.parametrize(
     "name", ["tiny-qwen3", "tiny-qwen3.5", "tiny-qwen3-moe", "tiny-qwen3.5-moe"]
 )

@@ -15,6 +15,7 @@ from lowbit.runtime.models.shards import check_ranks, head_rows, shard_of
 from lowbit.runtime.weights.linear import Linear
 from lowbit.runtime.weights.share import Part, Share
 from lowbit.runtime.weights.weights import Weights
+from tests.lanes import in_commands
 from tests.runtime.conftest import EXPERTS, QWEN3_5, PackedModel
 from tests.short_models import Shorten
 
@@ -87,6 +88,7 @@ def test_shards_of_weights_quantized_as_they_are_read(name: str, shorten: Shorte
     check(open_model(shorten(name), "int4", 64, "absmax"), 2)
 
 
+@in_commands("scheme2-2", "scheme3-2", "scheme1-2")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(8, 32), Scheme(3, 32), Scheme(8, None)])
 def test_shards_of_packed_files(

@@ -34,6 +34,7 @@ from lowbit.runtime.models.vision import (
     stream,
 )
 from tests.conversions import convert
+from tests.lanes import in_commands
 from tests.runtime.hub_logits import in_bf16
 from tests.runtime.images.pictures import SETTINGS, picture, saved
 from tests.seeing_models import make_seeing
@@ -247,6 +248,7 @@ class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
+@in_commands("{'hidden_size': 400}-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [{}, {"intermediate_size": 4000}, {"hidden_size": 400}], ids=str)
 def test_working_memory_is_as_stated(

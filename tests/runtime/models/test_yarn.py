@@ -10,6 +10,7 @@ import lowbit.runtime as lowbit
 from lowbit.formats.architectures import read_config
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.state.rope import rope_tables
+from tests.lanes import in_commands
 from tests.runtime.hub_logits import hub_logits
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def yarned(request: pytest.FixtureRequest) -> "PackedModel":
     return packed
 
 
+@in_commands("qwen3.5-untruncated", "qwen2.5")
 def test_fp32_logits_match_transformers_at_every_position(
     yarned: "PackedModel", reference: Reference, set_chunk: Callable[[int], None]
 ) -> None:

@@ -107,6 +107,7 @@ def test_tools_that_cannot_be_run_are_skipped_and_named(
     ]
 
 
+@in_commands("patch-*")
 @pytest.mark.parametrize(
     ("name", "choice", "item"),
     [
@@ -306,7 +307,7 @@ def streamed_arguments(path: str, events: list[dict[str, Any]]) -> str:
     return "".join(each["function"]["arguments"] for each in calls)
 
 
-@in_commands("/v1/responses-*")
+@in_commands("/v1/responses-*", "/v1/messages-*")
 @pytest.mark.parametrize(("path", "fields"), CUT_CALLS)
 def test_a_cut_call_is_the_same_in_both_modes_and_is_taken_back(
     agents: Running, caplog: pytest.LogCaptureFixture, path: str, fields: dict[str, Any]

@@ -334,7 +334,7 @@ def quiet(server: Running) -> Iterator[Running]:
     gc.enable()
 
 
-@in_commands("stream", "call")
+@in_commands("stream", "call", "whole")
 @pytest.mark.parametrize(
     "changes",
     [

@@ -284,6 +284,7 @@ LISTED: list[dict[str, Any]] = [
 ]
 
 
+@in_commands("fields0")
 @pytest.mark.parametrize("fields", LISTED)
 def test_objects_have_listed_properties_alone(server: Running, fields: dict[str, Any]) -> None:
     """Pydantic's schemas do not say so; this model would else go on until `max_tokens`."""
@@ -407,6 +408,7 @@ def drawn_text(server: Running, path: str, **fields: Any) -> str:
     return str((found["output"][0] if path == RESPONSES else found)["content"][0]["text"])
 
 
+@in_commands("/v1/responses")
 @pytest.mark.parametrize("path", ASKED)
 def test_a_seed_draws_the_same_answer_in_every_api(server: Running, path: str) -> None:
     assert drawn_text(server, path, **DRAWN, seed=7) == drawn_text(server, path, **DRAWN, seed=7)

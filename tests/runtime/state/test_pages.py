@@ -20,6 +20,7 @@ from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.state.device_state import CacheSize, new_state
 from lowbit.runtime.state.pages import new_pages
 from lowbit.runtime.state.sampling_params import SamplingParams
+from tests.lanes import in_commands
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 
@@ -72,6 +73,7 @@ def test_other_types_are_refused(dtype: torch.dtype) -> None:
         plain_cache(dtype)
 
 
+@in_commands("tiny-qwen3")
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5"])
 def test_type_of_the_cache_is_apart_from_that_of_activations(name: str) -> None:
     """BF16 pages beside FP32 activations and states give almost the same logits."""

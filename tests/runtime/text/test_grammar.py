@@ -112,7 +112,7 @@ def answer(model: lowbit.Model, grammar: Grammar | None, seed: int, **more: Any)
     return str(made.text)
 
 
-@in_commands("tiny-qwen3.5-schema1")
+@in_commands("tiny-qwen3.5-schema1", "tiny-qwen3-schema0")
 @pytest.mark.parametrize(
     ("model", "schema"),
     list(zip(["tiny-qwen3", "tiny-qwen3.5"] * 2, SCHEMAS, strict=True)),
@@ -128,6 +128,7 @@ def test_json_fits_its_schema_at_any_temperature(
     assert len(set(found)) > 2
 
 
+@in_commands("tiny-qwen3")
 def test_the_likeliest_answer_is_json_too(model: lowbit.Model) -> None:
     grammar = model.grammars.json_schema(PERSON)
     made = model.generate("Hi", sampling=lowbit.SamplingParams(), grammar=grammar, thinking=False)

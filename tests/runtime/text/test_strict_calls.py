@@ -13,6 +13,7 @@ from lowbit.runtime.text.strict_calls import StrictCalls
 from lowbit.runtime.text.thinking import ThinkingConstraint, thinking_tokens
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, CallForm, read_tools
+from tests.lanes import in_commands
 from tests.runtime.text.templates import BUNDLED, call
 from tests.runtime.text.test_call_grammar import BAD, FORMS, GOOD, MOVE, NONE, SAY, written
 
@@ -86,6 +87,7 @@ def allows(limit: Constraint, tokenizer: Tokenizer, text: str) -> bool:
     return True
 
 
+@in_commands("tokens-xml")
 @pytest.mark.parametrize("form", FORMS)
 def test_calls_of_strict_tools_follow_their_schemas(
     tokenizer: Tokenizer, constraint: Make, form: CallForm

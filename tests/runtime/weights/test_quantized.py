@@ -75,7 +75,7 @@ def assert_like_the_folder(source: Path, folder: Path, base: Base) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*loaded, strict=True))
 
 
-@in_commands("tiny-qwen3-moe-int2")
+@in_commands("tiny-qwen3-moe-int2", "tiny-qwen3.5-moe-int3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "base"),

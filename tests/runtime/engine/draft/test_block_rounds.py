@@ -140,7 +140,7 @@ def keys_of(model: lowbit.Model) -> list[Any]:
     return list(drafting.verifier.graphs._graphs)
 
 
-@in_commands("xpress-7-*", "lilicorr-7-*")
+@in_commands("xpress-7-*", "lilicorr-7-*", "trained-15-joined-*")
 @pytest.mark.parametrize(
     ("models", "chosen"),
     [

@@ -158,6 +158,7 @@ def test_an_answer_is_the_same_with_forced_tokens_as_drafts(
     assert len(tokens) == 1 + len(steps) + sum(tally.accepted)
 
 
+@in_commands("tiny-qwen3")
 def test_long_keys_take_few_steps(model: lowbit.Model, steps: list[str]) -> None:
     """Every token that the grammar forces comes with the one before it; blanks are not allowed."""
     keys = [f"the_number_of_little_things_in_the_{name}" for name in ("garden", "house", "box")]
@@ -257,7 +258,7 @@ class Failing(Foreseen):
         super().accept(token)
 
 
-@in_commands("tiny-qwen3.5-1-nothing")
+@in_commands("tiny-qwen3.5-1-nothing", "tiny-qwen3-*")
 @pytest.mark.parametrize(
     ("model", "number", "by"),
     [(DENSE, 1, "mask"), (HYBRID, 2, "accept"), (HYBRID, 1, "nothing")],
@@ -291,6 +292,7 @@ def test_an_error_comes_where_it_comes_without_drafts(
         assert (engine.scheduler.blocks.rows.free, engine.scheduler.blocks.pages.free) == (3, 10)
 
 
+@in_commands("tiny-qwen3")
 def test_a_copy_that_fails_drafts_nothing_and_one_that_is_none_ends_the_request(
     model: lowbit.Model,
 ) -> None:
@@ -351,6 +353,7 @@ def test_a_constraint_that_ends_among_drafts_is_told_nothing_behind(model: lowbi
                 assert handle.tally.rounds > 0
 
 
+@in_commands("tiny-qwen3")
 def test_a_constraint_that_is_done_limits_nothing_beside_one_that_is_not(
     model: lowbit.Model,
 ) -> None:

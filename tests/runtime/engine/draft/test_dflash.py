@@ -184,6 +184,7 @@ def assert_same(model: lowbit.Model, mode: str, alone: list[Handle], turns: list
     assert [each.result() for each in together] == [each.result() for each in alone]
 
 
+@in_commands("float32-bf16")
 def test_a_trained_drafter_gives_several_tokens_a_round(models: dict[str, lowbit.Model]) -> None:
     model = models["dflash"]
     ids = model.tokenizer.encode("Once upon a time", framed=True, context=400)

@@ -81,7 +81,7 @@ def plain() -> tuple[list[Handle], int]:
     return handles, stop
 
 
-@in_commands("xpress", "domino", "dflash2")
+@in_commands("xpress", "domino", "dflash2", "dflash", "dspark")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_changes_nothing(tmp_path: Path, kind: str, plain: tuple[list[Handle], int]) -> None:
     """Alone, and in company with a constrained sequence among them."""

@@ -196,7 +196,7 @@ def drafts_by_torch(
     return list(tokens)
 
 
-@in_commands("lilicorr", "dflash2", "domino")
+@in_commands("lilicorr", "dflash2", "domino", "lilicorr convolved", "dflash2 capped")
 @ALL
 def test_drafts_are_those_of_plain_torch(
     tmp_path: Path, short_hybrid: Path, target: Any, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -233,7 +233,7 @@ def plain(request: pytest.FixtureRequest, short_hybrid: Path) -> lowbit.Model:
     return load(None, short_hybrid, **(INT4 if request.param == "int4" else {}))
 
 
-@in_commands("int4-domino", "float32-dflash2")
+@in_commands("int4-domino", "float32-dflash2", "float32-xpress")
 @pytest.mark.parametrize(("plain", "kind"), KINDS_BY_DTYPE, indirect=["plain"])
 def test_drafts_change_nothing(
     tmp_path: Path, short_hybrid: Path, kind: str, plain: lowbit.Model
@@ -265,7 +265,7 @@ def with_rows(tmp_path_factory: pytest.TempPathFactory, short_hybrid: Path) -> P
     return folder
 
 
-@in_commands("dflash2", "domino")
+@in_commands("dflash2", "domino", "lilicorr")
 @KINDS
 def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, with_rows: Path

@@ -106,7 +106,7 @@ def assert_same(found: Handle, expected: Handle) -> None:
     assert found.log_probabilities == expected.log_probabilities
 
 
-@in_commands("mtp-cpu")
+@in_commands("mtp-cpu", "dflash-graphs")
 @pytest.mark.parametrize(
     ("drafting", "graphs"),
     [("mtp", False), ("mtp", True), ("ngram", False), ("dflash", True)],

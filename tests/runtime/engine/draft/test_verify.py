@@ -161,7 +161,7 @@ PATTERNS: tuple[Callable[[int], int], ...] = (
 )
 
 
-@in_commands("model1-2-8", "model2-0-1", "model6-2-1")
+@in_commands("model1-2-8", "model2-0-1", "model6-2-1", "model4-2-8")
 @pytest.mark.parametrize(
     ("model", "number", "drafts"),
     [
@@ -200,6 +200,7 @@ def limited(number: int, free: int = 5) -> Request:
     return replace(request_of(number), constraint=Foreseen(free))
 
 
+@in_commands("model0-*")
 @pytest.mark.parametrize(
     ("model", "number", "by"),
     [
@@ -248,6 +249,7 @@ def test_drafts_under_masks_beside_others_change_no_bit(model: lowbit.Model) -> 
         left_by(model, again(watched, guess=watched == 3), others).assert_equals(plain[watched])
 
 
+@in_commands("model0-*")
 @pytest.mark.parametrize(
     ("model", "stopped"),
     [(DENSE, True), (EXACT, True), (ROUNDED, False)],

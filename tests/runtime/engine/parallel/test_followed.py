@@ -25,6 +25,7 @@ from lowbit.runtime.models.loader import (
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.step import StepPlan
 from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
+from tests.lanes import in_commands
 from tests.runtime.conftest import QWEN3_5, PackedModel
 from tests.runtime.engine.small_engine import CONTEXT, SMALL, assert_all_free
 from tests.runtime.ranks_in_threads import linked_runner
@@ -45,6 +46,7 @@ def of_one(opened: OpenedModel) -> Engine:
     return Engine(new_runner(decoder, 261, SMALL, torch.float32, "cpu"))
 
 
+@in_commands("dense")
 def test_requests_together_and_a_prefix_that_is_reused(opened: OpenedModel) -> None:
     runner, others, crew = linked_runner(opened, 2, SMALL)
     tokens = []

@@ -23,6 +23,7 @@ from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
 from lowbit.runtime.state.step import Embedded, StepPlan
+from tests.lanes import in_commands
 from tests.runtime.conftest import QWEN3_5, PackedModel
 from tests.runtime.engine.graph_stand_in import PaddedLayers
 from tests.runtime.engine.small_engine import CONTEXT, SMALL, assert_all_free
@@ -84,6 +85,7 @@ def tokens(engine: Engine, request: Request) -> list[int]:
     return said(engine, request)[0][0]
 
 
+@in_commands("37")
 @pytest.mark.parametrize("chunk", [512, 37])
 def test_answers_are_those_of_one(
     chunk: int,

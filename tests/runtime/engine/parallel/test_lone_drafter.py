@@ -125,7 +125,7 @@ def opened(request: pytest.FixtureRequest, shorten: Shorten, tmp_path: Path) -> 
     return with_drafter(open_model(shorten("tiny-qwen3.5"), "int8", 64), tmp_path)
 
 
-@in_commands("xpress", "domino", "dflash2")
+@in_commands("xpress", "domino", "dflash2", "dflash", "dspark")
 @pytest.mark.parametrize("opened", KINDS, indirect=True)
 def test_drafts_are_those_of_one_process(opened: OpenedModel, drafts: list[list[int]]) -> None:
     """And so are the answers; of drafts that are nearly all wrong, so that none is the token's."""

@@ -248,6 +248,7 @@ def test_groups_of_the_head_need_not_fit_ranks(make_qwen3_5: Any) -> None:
         check_ranks(open_model(make_qwen3_5(schemes("mlp"), **sizes).folder, head=True), 2)
 
 
+@in_commands("False")
 @pytest.mark.parametrize("linked", [False, True])
 def test_an_image_before_drafts(
     opened: OpenedModel, prompts: list[list[int]], linked: bool

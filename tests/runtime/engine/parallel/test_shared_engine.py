@@ -21,6 +21,7 @@ from lowbit.runtime.models.loader import (
     open_model,
     with_activations,
 )
+from tests.lanes import in_commands
 from tests.runtime.conftest import QWEN3_5, PackedModel
 from tests.runtime.engine.small_engine import CONTEXT, SMALL, assert_all_free
 from tests.runtime.ranks_in_threads import ThreadCrew, shared_runner
@@ -47,6 +48,7 @@ def shared(opened: OpenedModel, drafts: int = 0) -> tuple[Engine, ThreadCrew]:
     return Engine(runner, drafting=new_drafts(runner, options, drafts, "cpu")), crew
 
 
+@in_commands("dense")
 def test_requests_together_and_a_prefix_that_is_reused(opened: OpenedModel) -> None:
     tokens = []
     for engine in (of_one(opened), shared(opened)[0]):
@@ -59,6 +61,7 @@ def test_requests_together_and_a_prefix_that_is_reused(opened: OpenedModel) -> N
     assert tokens[1] == tokens[0]
 
 
+@in_commands("dense")
 def test_sampled_tokens_and_logits(opened: OpenedModel) -> None:
     drawn = SamplingParams(temperature=0.8, top_k=20, seed=5)
     one, two = of_one(opened), shared(opened)[0]
@@ -79,6 +82,7 @@ def test_an_image_and_codes_of_keys(make_model: Callable[..., PackedModel]) -> N
     assert answers[1] == answers[0]
 
 
+@in_commands("dense")
 def test_inputs_in_eight_bits(opened: OpenedModel) -> None:
     """Together, alone and with drafts; by other sums than those of one process."""
     opened = with_activations(opened, "int8")
@@ -105,6 +109,7 @@ def test_drafts_change_no_token(opened: OpenedModel) -> None:
     assert "RunPass" in crew.tasks
 
 
+@in_commands("dense")
 def test_a_prompt_that_pauses_between_layers(
     opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ def run(layer: Layer, qkvz: Tensor, ba: Tensor, step: Step) -> Tensor:
     return out
 
 
-@in_kernels("2x16-4x32-(2, 1, 4, 1)-3-2")
+@in_kernels("2x16-4x32-(2, 1, 4, 1)-3-2", "1x16-2x32-(130, 1, 65)-1-7")
 @pytest.mark.parametrize(
     ("sizes", "lengths", "empty", "padding"),
     [*PACKED, *(pytest.param(*case, marks=GPU) for case in PACKED_REAL)],

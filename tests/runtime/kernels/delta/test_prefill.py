@@ -8,6 +8,7 @@ import torch
 from lowbit.runtime.kernels.delta.prefill import delta_prefill
 from lowbit.runtime.kernels.delta.reference import gates_ref
 from lowbit.runtime.state.step import NO_SLOT
+from tests.lanes import in_kernels
 from tests.runtime.kernels.delta.layers import (
     FP32_ERROR,
     HOME,
@@ -33,6 +34,7 @@ WITH_KERNELS = [(SMALL[2], 65)]
 PREFILL_REAL = [(sizes, M) for sizes in REAL for M in LENGTHS]
 
 
+@in_kernels("1x16-2x32-130")
 @pytest.mark.parametrize(
     ("sizes", "M"),
     [

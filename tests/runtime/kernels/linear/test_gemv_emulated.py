@@ -49,6 +49,7 @@ def test_long_rows(make_tiled: MakeTiled, bits: int, K: int) -> None:
     check(replace(w, tuned=((1, real),)), x, (2, 3, 4, 7, most))
 
 
+@in_kernels("tuned1")
 @pytest.mark.parametrize(
     "tuned",
     [
@@ -81,7 +82,7 @@ SHARED = [
 ]
 
 
-@in_kernels("8-*-2208", "3-*")
+@in_kernels("8-*-2208", "3-*", "*staged=True)-2208")
 @pytest.mark.parametrize(("bits", "launch", "K"), SHARED, ids=str)
 def test_programs_that_share_a_tile(
     make_tiled: MakeTiled, bits: int, launch: GemvLaunch, K: int

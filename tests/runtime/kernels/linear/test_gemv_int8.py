@@ -148,6 +148,7 @@ FUSED = [(4, 1024, 128, fused) for fused in ("norm", "heads", "paired")]
 WIDER = [(8, 2080, 32, fused) for fused in ("norm", "heads", "paired")]
 
 
+@in_kernels("8-2080-32-norm")
 @pytest.mark.parametrize(
     ("bits", "K", "G", "fused"),
     [*FUSED, WIDER[0], *(pytest.param(*case, marks=kernels) for case in WIDER[1:])],
