@@ -142,7 +142,7 @@ def test_a_file_of_prompts_names_it_once(run: Run, tmp_path: Path) -> None:
 
 def test_a_server_logs_it_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = load(TARGET, device="cpu", context=256, speculate="dflash", drafter=folder)
-    body = {"model": NAME, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 40}
+    body = {"model": NAME, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 24}
     with running(model) as server:
         for _ in range(3):
             answer = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=60)

@@ -69,8 +69,8 @@ def test_conversations_in_turn_go_on_from_where_each_was(
         )
 
     model = new_model()
-    talks = [talk(model, number) for number in range(4)]
-    alone = [talk(new_model(), number) for number in range(4)]
+    talks = [talk(model, number) for number in range(3)]
+    alone = [talk(new_model(), number) for number in range(3)]
     for _ in range(3):
         for together, fresh in zip(talks, alone, strict=True):
             answer, reused, run_before = next(together)

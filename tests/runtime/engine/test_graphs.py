@@ -119,10 +119,10 @@ def test_steps_of_many_tokens_are_recorded_for_more_lengths(
 def test_the_graph_gives_the_tokens_of_the_step(
     graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], params: lowbit.SamplingParams
 ) -> None:
-    expected = run(fresh(), PROMPT, params, 30)
-    assert run(graphs, PROMPT, params, 30) == expected
+    expected = run(fresh(), PROMPT, params, 12)
+    assert run(graphs, PROMPT, params, 12) == expected
     assert recorded(graphs) == [(1, CONTEXT)]
-    assert run(graphs, PROMPT, params, 30) == expected
+    assert run(graphs, PROMPT, params, 12) == expected
     assert recorded(graphs) == [(1, CONTEXT)]
 
 
@@ -131,7 +131,7 @@ def test_the_graph_gives_the_tokens_of_the_step(
     ("load", "params", "first", "prompt", "expected"),
     [
         ("dense", HOT, 12, PROMPT, [48, 128]),
-        ("hybrid", STRICT, 4, [9], [4, 16, 64, 128]),
+        ("hybrid", STRICT, 4, [9], [4, 16, 64]),
     ],
     ids=["dense-hot-12", "hybrid-strict-4"],
     indirect=["load"],
@@ -147,12 +147,12 @@ def test_a_request_that_outgrows_its_graph_records_another(
 ) -> None:
     """In the middle of it: what has been drawn, seen and remembered goes on as it was."""
     round_from(first)
-    tokens = run(fresh(), prompt, params, 70)
-    assert run(graphs, prompt, params, 70) == tokens
+    tokens = run(fresh(), prompt, params, 20)
+    assert run(graphs, prompt, params, 20) == tokens
     assert recorded(graphs) == [(1, max_kv_len) for max_kv_len in expected]
     kept = graphs.engine.runner.graphs._graphs
     assert len({id(graph.pool()) for graph in kept.values()}) == 1
-    assert run(graphs, prompt, params, 70) == tokens
+    assert run(graphs, prompt, params, 20) == tokens
     assert recorded(graphs) == [(1, max_kv_len) for max_kv_len in expected]
 
 
@@ -264,8 +264,8 @@ def test_the_least_recently_used_recordings_are_dropped(
     round_from(4)
     graphs.engine.runner.graphs = Graphs(most=2)
     for _ in range(2):
-        assert run(graphs, [9], STRICT, 70) == run(fresh(), [9], STRICT, 70)
-        assert recorded(graphs) == [(1, 64), (1, 128)]
+        assert run(graphs, [9], STRICT, 20) == run(fresh(), [9], STRICT, 20)
+        assert recorded(graphs) == [(1, 16), (1, 64)]
 
 
 @dataclass
@@ -293,7 +293,7 @@ def test_constrained_requests_take_two_graphs_a_step_and_others_go_on_as_they_we
     params: lowbit.SamplingParams,
 ) -> None:
     round_from(16)
-    asked = [(PROMPT, params, 9), (PROMPT[:3], HOT, 30), (PROMPT[3:20], STRICT, 14), ([5], HOT, 4)]
+    asked = [(PROMPT, params, 9), (PROMPT[:3], HOT, 16), (PROMPT[3:20], STRICT, 10), ([5], HOT, 4)]
 
     def submit(model: lowbit.Model, number: int) -> lowbit.Handle:
         prompt, sampling, count = asked[number]
@@ -339,7 +339,7 @@ def test_drafts_of_constrained_requests_take_two_graphs_a_round(
 ) -> None:
     """Drafts come from the constraint, or from whoever knows the answer, masked or not."""
     round_from(16)
-    asked = [(PROMPT, GREEDY, 30), (PROMPT[:3], HOT, 30), (PROMPT[3:20], STRICT, 24), ([5], HOT, 9)]
+    asked = [(PROMPT, GREEDY, 16), (PROMPT[:3], HOT, 16), (PROMPT[3:20], STRICT, 14), ([5], HOT, 9)]
 
     def submit(model: lowbit.Model, number: int, truth: tuple[int, ...] = ()) -> lowbit.Handle:
         prompt, sampling, count = asked[number]
@@ -411,7 +411,7 @@ def test_drafts_are_checked_by_graphs_of_their_number(
 ) -> None:
     """Rounds and steps without drafts take turns, and sequences join and leave meanwhile."""
     round_from(16)
-    asked = [(PROMPT, GREEDY, 24), (PROMPT[:3], HOT, 30), (PROMPT[3:20], STRICT, 14), ([5], HOT, 9)]
+    asked = [(PROMPT, GREEDY, 14), (PROMPT[:3], HOT, 18), (PROMPT[3:20], STRICT, 12), ([5], HOT, 9)]
     expected = [run(fresh(), *each) for each in asked]
     truths = {tuple(each[0]): tokens for each, tokens in zip(asked, expected, strict=True)}
     graphs.engine.drafting = drafting_by(guessers(truths, seed=3), graphs.engine.runner, 15)

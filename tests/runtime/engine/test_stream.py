@@ -316,7 +316,7 @@ def test_an_abandoned_task_gives_its_room_back(model: lowbit.Model) -> None:
 
 def test_too_small_a_cache_makes_requests_wait_in_order(model: lowbit.Model) -> None:
     engine = small(model, 4, 4)
-    requests = [Request(prompt(n), GREEDY, count) for n, count in enumerate((46, 110, 4, 80))]
+    requests = [Request(prompt(n), GREEDY, count) for n, count in enumerate((46, 110, 4, 70))]
     handles = [engine.submit(request) for request in requests]  # of 2, 3, 1 and 2 pages
     ends: list[int] = []
     most = 0

@@ -170,7 +170,7 @@ def test_rounds_that_follow_each_other_change_nothing(
 def test_a_round_is_one_graph(models: tuple[lowbit.Model, lowbit.Model]) -> None:
     """Draft, check and acceptance; nothing is recorded beside it."""
     plain, drafting = models
-    [request, *_] = asked(plain, 40)
+    [request, *_] = asked(plain, 24)
     before = len(keys_of(drafting))
     handle = drafting.engine.submit(request)
     handle.result()
@@ -197,7 +197,7 @@ def test_drafts_behind_rounds_are_those_behind_plain_steps(
         return found
 
     monkeypatch.setattr(BlockRounds, "draft", noted)
-    [request, *_] = asked(plain, 30)
+    [request, *_] = asked(plain, 24)
     costs: Any = drafting.engine.drafting
     rounds, each_step = costs.policy.costs, costs_by_tokens(9.0, 9.0)  # nothing is worth it
     of_pauses = []

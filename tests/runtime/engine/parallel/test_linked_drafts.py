@@ -90,6 +90,7 @@ def assert_no_bit_changes(model: lowbit.Model, modes: tuple[Mode, ...], source: 
     assert model.crew.problem is None
 
 
+@pytest.mark.commands  # a head on ranks, linked in one process, is in test_lone_head
 def test_drafts_of_the_head_change_no_bit(with_head: lowbit.Model) -> None:
     assert_no_bit_changes(with_head, ("mtp", "auto"), "head")
 

@@ -36,7 +36,7 @@ MODEL = MODELS / "tiny-qwen3.5"
 SIZE = CacheSize(context=200, sequences=3, pages=12, snapshots=4, drafts=3)
 GREEDY = SamplingParams()
 DRAWN = SamplingParams(temperature=0.8, top_k=20, seed=5, repetition_penalty=1.2)
-COUNT = 16
+COUNT = 10
 VOCABULARY = 4000
 
 
@@ -67,7 +67,7 @@ def plain(opened: OpenedModel, prompts: list[list[int]]) -> Plain:
     decoder = load_decoder(opened, "cpu", torch.float32, SIZE.context)
     engine = Engine(new_runner(decoder, VOCABULARY, SIZE, torch.float32, "cpu"))
     greedy, drawn = (answers(engine, prompts, params) for params in (GREEDY, DRAWN))
-    return greedy, drawn, list(engine.generate(prompts[0], GREEDY, 40))
+    return greedy, drawn, list(engine.generate(prompts[0], GREEDY, 24))
 
 
 def drafting(runner: Runner, speculate: Any = "mtp") -> Engine:
@@ -92,7 +92,7 @@ def test_drafts_of_the_first_rank_change_no_token(
     greedy, drawn, long = plain
     assert answers(engine, prompts, GREEDY) == greedy
     assert answers(engine, prompts, DRAWN) == drawn
-    handle = engine.generate(prompts[0], GREEDY, 40)
+    handle = engine.generate(prompts[0], GREEDY, 24)
     assert list(handle) == long
     assert handle.speculation is not None
     if speculate == "mtp":

@@ -139,15 +139,19 @@ def known() -> dict[SamplingParams, tuple[Any, int]]:
     return {}
 
 
-@in_commands("drafter-greedy")
+@in_commands("auto-greedy", "drafter-greedy")
 @pytest.mark.usefixtures("_as_on_gpus")
 @pytest.mark.parametrize(
     "params", [GREEDY, pytest.param(DRAWN, marks=pytest.mark.commands)], ids=["greedy", "drawn"]
 )
 @pytest.mark.parametrize(
     ("modes", "drafter"),
-    [((("ngram", 3), ("mtp", 7), ("auto", 3)), None), ((("dflash", 7), ("auto", 15)), DRAFTER)],
-    ids=["head", "drafter"],
+    [
+        ((("ngram", 3), ("mtp", 7)), None),
+        ((("auto", 3),), None),
+        ((("dflash", 7), ("auto", 15)), DRAFTER),
+    ],
+    ids=["head", "auto", "drafter"],
 )
 def test_drafts_change_no_token(
     prompts: list[list[int]],

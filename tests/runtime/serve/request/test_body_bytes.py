@@ -56,8 +56,10 @@ WAYS: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("name", "pack"), WAYS)
+@pytest.mark.parametrize(  # each packing with one path, each path with two packings
+    ("path", "name", "pack"),
+    [(PATHS[at % len(PATHS)], *way) for at, way in enumerate(WAYS)],
+)
 def test_a_packed_body_has_the_answer_of_the_plain_one(
     server: Running, path: str, name: str, pack: Any
 ) -> None:
