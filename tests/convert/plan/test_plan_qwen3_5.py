@@ -410,7 +410,7 @@ def test_tensor_of_another_layer_kind_is_named() -> None:
         make_plan(config("0.8B"), sources, Recipe())
 
 
-@pytest.mark.slow
+@pytest.mark.commands  # the bundled ones are in test_experts: this has 31,000 tensors
 def test_mixture_of_experts_has_a_row_for_all_experts(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = split_experts(headers("35B-A3B"))
     plan = make_plan(MODELS["Qwen3.5-35B-A3B"]["config"], tensors, Recipe())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowbit.convert.measure.record import (
@@ -430,6 +430,7 @@ LOGITS: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+@settings(max_examples=settings().max_examples // 3)  # a page takes a fifth of a second
 @given(data=st.data())
 def test_any_figures_that_are_read_make_a_page(
     full: QualityReport, tmp_path: Path, data: st.DataObject

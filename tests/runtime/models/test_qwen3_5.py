@@ -202,7 +202,7 @@ def test_the_packed_trained_model_matches_transformers(
 ) -> None:
     model = exact(converted)
     text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
-    ids = model.tokenizer.encode(text[:6000])[:1000]
+    ids = model.tokenizer.encode(text[:6000])[:500]
     expected = hub_logits(bundled_reference(converted), ids)
     got = model.logits(ids)
     assert distance(got, expected) < 1e-4
@@ -210,7 +210,7 @@ def test_the_packed_trained_model_matches_transformers(
     assert 2.5 < math.exp(loss(got, ids)) < 4.5
     assert math.isclose(loss(got, ids), loss(expected, ids), rel_tol=1e-6)
     set_chunk(29)
-    assert distance(model.logits(ids[:200]), expected[:200]) < 1e-4
+    assert distance(model.logits(ids[:120]), expected[:120]) < 1e-4
 
 
 @pytest.mark.slow

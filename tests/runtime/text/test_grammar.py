@@ -144,7 +144,7 @@ def test_requests_beside_each_other_follow_their_own_grammars(model: lowbit.Mode
     def request(n: int) -> Any:
         params = lowbit.SamplingParams(3.0, seed=n)
         grammar = grammars[n // 2] if n % 2 else None
-        return model.request(ids[n], sampling=params, grammar=grammar, max_new_tokens=30)
+        return model.request(ids[n], sampling=params, grammar=grammar, max_new_tokens=20)
 
     async def tokens(n: int) -> list[int]:
         return [id async for id in model.engine.submit(request(n))]

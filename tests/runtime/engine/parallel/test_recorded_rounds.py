@@ -139,19 +139,18 @@ def known() -> dict[SamplingParams, tuple[Any, int]]:
     return {}
 
 
-@in_commands("auto-greedy", "drafter-greedy")
+@in_commands("head-drawn", "auto-greedy", "drafter-*")
 @pytest.mark.usefixtures("_as_on_gpus")
 @pytest.mark.parametrize(
-    "params", [GREEDY, pytest.param(DRAWN, marks=pytest.mark.commands)], ids=["greedy", "drawn"]
-)
-@pytest.mark.parametrize(
-    ("modes", "drafter"),
+    ("modes", "drafter", "params"),
     [
-        ((("ngram", 3), ("mtp", 7)), None),
-        ((("auto", 3),), None),
-        ((("dflash", 7), ("auto", 15)), DRAFTER),
+        ((("ngram", 3), ("mtp", 7)), None, GREEDY),
+        ((("ngram", 3), ("mtp", 7)), None, DRAWN),
+        ((("auto", 3),), None, GREEDY),
+        ((("dflash", 7), ("auto", 15)), DRAFTER, GREEDY),
+        ((("dflash", 7),), DRAFTER, DRAWN),
     ],
-    ids=["head", "auto", "drafter"],
+    ids=["head-greedy", "head-drawn", "auto-greedy", "drafter-greedy", "drafter-drawn"],
 )
 def test_drafts_change_no_token(
     prompts: list[list[int]],

@@ -149,7 +149,7 @@ def test_log_probabilities_are_of_the_greedy_tokens(client: Any) -> None:
 def test_many_at_once_answer_as_alone(server: Running) -> None:
     import openai
 
-    counts = [4 + index % 7 for index in range(20)]
+    counts = [4 + index % 7 for index in range(12)]
 
     async def run() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
