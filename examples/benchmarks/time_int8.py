@@ -68,7 +68,7 @@ def launches_of(w: TiledLinear, x: Tensor) -> Iterator[tuple[object, Callable[..
     """Launches that the weight has room for, with their product of x, which is ready."""
     yield from streams_of(w, x)
     for launch, _ in LAUNCHES:
-        places = places_of(w, launch.tokens, launch.sixteens)
+        places = places_of(w, launch.tokens, sixteens=True)
         if launch.tokens > max(16, len(x)) or places.STEPS % launch.steps:
             continue
         blocks = quantize(x, w.bits, places)
