@@ -31,9 +31,16 @@ class Request:
 
 
 @pytest.fixture
-def service() -> Iterator[Service]:
+def ending() -> threading.Event:
+    """Lets the threads of a test end, at its own end at the latest."""
+    return threading.Event()
+
+
+@pytest.fixture
+def service(ending: threading.Event) -> Iterator[Service]:
     made: Any = Service(SimpleNamespace(), ServeSettings(("m",)), SimpleNamespace())  # type: ignore[arg-type]
     yield made
+    ending.set()  # a test that fails would wait for ever
     made.executor.shutdown(cancel_futures=True)
 
 
@@ -47,12 +54,12 @@ async def turn() -> None:
 
 
 def test_short_work_has_no_watcher_and_no_task(
-    service: Service, monkeypatch: pytest.MonkeyPatch
+    service: Service, ending: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "UNWATCHED_S", 60.0)
 
     async def test() -> None:
-        request, ending = Request(), threading.Event()
+        request = Request()
         asked: Any = service.in_thread(request, ending.wait)  # type: ignore[arg-type]
         task = asyncio.create_task(asked)
         await turn()
@@ -65,12 +72,12 @@ def test_short_work_has_no_watcher_and_no_task(
 
 
 def test_who_leaves_waits_for_no_thread_and_holds_its_place_until_the_end(
-    service: Service, monkeypatch: pytest.MonkeyPatch
+    service: Service, ending: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "UNWATCHED_S", 0.0)
 
     async def test() -> None:
-        ending, begun = threading.Event(), list[int]()
+        begun = list[int]()
 
         def work(number: int) -> bool:
             begun.append(number)
@@ -115,9 +122,8 @@ def test_errors_of_a_thread_are_those_of_the_request(service: Service) -> None:
     run(test)
 
 
-def test_work_that_the_end_of_the_server_cancels(service: Service) -> None:
+def test_work_that_the_end_of_the_server_cancels(service: Service, ending: threading.Event) -> None:
     async def test() -> None:
-        ending = threading.Event()
         blocking = [service.executor.submit(ending.wait) for _ in range(THREADS)]
         task = asyncio.create_task(service.in_thread(Request(), lambda: 1))  # type: ignore[arg-type]
         await turn()
@@ -131,18 +137,15 @@ def test_work_that_the_end_of_the_server_cancels(service: Service) -> None:
 
 
 def test_time_that_is_over_is_no_client_that_left(
-    service: Service, monkeypatch: pytest.MonkeyPatch
+    service: Service, ending: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "UNWATCHED_S", 0.0)
 
     async def test() -> None:
-        request, ending = Request(), threading.Event()
+        request = Request()
         request.scope["lowbit.record"].started -= service.settings.request_timeout_s
-        try:
-            with pytest.raises(ApiError) as caught:
-                await service.in_thread(request, ending.wait)  # type: ignore[arg-type]
-            assert caught.value.status == 504
-        finally:
-            ending.set()
+        with pytest.raises(ApiError) as caught:
+            await service.in_thread(request, ending.wait)  # type: ignore[arg-type]
+        assert caught.value.status == 504
 
     run(test)
