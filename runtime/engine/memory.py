@@ -23,7 +23,7 @@ from lowbit.runtime.state.snapshots import Snapshots
 from lowbit.runtime.thresholds import EXACT_TOKENS, PACK_SEQUENCES
 
 MIN_CONTEXT = 16  # below this nothing useful fits
-SHORTER = 16  # one part of so many of a context that is short anyway, sequences may take
+SHORTER = 16  # further sequences may take one part of so many of a context that is short anyway
 HEADROOM = 1.05  # activations, tables and the allocator's slack, on top of weights and cache
 # A prefill chunk's activations, graphs, the libraries' buffers. A long chunk that is replayed has
 # its activations in the graphs' pool, beside those of launched ones; but where such chunks are
@@ -231,7 +231,9 @@ def choose_sequences(account: Account, options: LoadOptions) -> ChosenSequences:
 
     count = bisect_left(range(1, 1 + most), True, key=too_many)
     if count < most and pages(count + 1) < kept:
-        return ChosenSequences(count, "more would shorten the context")
+        asked = options.cache_tokens is not None
+        lost = "leave too little for cache_tokens" if asked else "shorten the context"
+        return ChosenSequences(count, f"more would {lost}")
     if on_cpu:
         return ChosenSequences(count, "the default on a CPU")
     reason = f"with a cache of {each * PAGE:,} tokens each"

@@ -353,7 +353,9 @@ def test_sequences_that_nobody_asked_for_take_no_context(
         least = most.context * 15 // 16 if short else most.context
         assert least <= chosen.cache.context <= most.context, (limit, pages)
         counts.add(chosen.sequences.count)
-        if chosen.sequences.reason == "more would shorten the context":
+        shortens = chosen.sequences.reason == "more would shorten the context"
+        assert not (shortens and "cache_tokens" in limit)
+        if shortens or chosen.sequences.reason == "more would leave too little for cache_tokens":
             further = LoadOptions(max_sequences=chosen.sequences.count + 1, **asked_for, **limit)
             more = asked.pages_that_fit(memory.asked_cache(asked, further, drafts), bytes_free)
             assert more < most.pages * (15 / 16 if short else 1)
