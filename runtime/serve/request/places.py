@@ -53,11 +53,7 @@ class Places:
 
     def take_free(self, asker: Asker) -> bool:
         """Take a place for work on this machine, if one is free and nobody waits; else False."""
-        if (
-            self._waiting
-            or self._taken >= self.most
-            or self._clients[asker.client] >= self.of_client
-        ):
+        if self._waiting or self._taken >= self.most or not self._may_have(asker, ""):
             return False
         self._count(asker, "")
         return True
@@ -85,6 +81,10 @@ class Places:
         self._hosts[host] += 1
         self._taken += 1
 
+    def _may_have(self, asker: Asker, host: str) -> bool:
+        """True if a client and a host have fewer places than their shares."""
+        return self._clients[asker.client] < self.of_client and self._hosts[host] < self.of_host
+
     def _next(self) -> asyncio.Future[None] | None:
         """The next to have a place; None while there is none for anybody that waits."""
         if self._taken >= self.most or not self._waiting:
@@ -92,8 +92,6 @@ class Places:
         may = (
             (self._clients[asker.client], asker.running, place)
             for place, (asker, host) in self._waiting.items()
-            if self._clients[asker.client] < self.of_client
-            and self._hosts[host] < self.of_host
-            and not place.done()
+            if self._may_have(asker, host) and not place.done()
         )
         return min(may, key=lambda each: each[:2], default=(0, 0, None))[2]

@@ -90,6 +90,15 @@ def test_a_free_place_is_taken_past_nobody() -> None:
     run(test)
 
 
+def test_a_free_place_is_within_the_share_of_a_host() -> None:
+    async def test() -> None:
+        places = Places(most=3, of_host=1)
+        assert places.take_free(Asker("a"))
+        assert not places.take_free(Asker("b"))
+
+    run(test)
+
+
 def test_who_leaves_takes_nothing_with_it() -> None:
     async def test() -> None:
         queue, one = Queue(Places(most=1)), Asker("a")
