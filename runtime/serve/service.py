@@ -40,7 +40,7 @@ log = logging.getLogger("lowbit.serve")
 THREADS = 4  # parse long bodies, prepare requests that are long or have schemas
 IMAGE_THREADS = 2  # prepare requests with images; a large one takes seconds and a GB to decode
 NEWCOMERS = 16  # requests beyond a full queue, of clients that have no other
-UNWATCHED_S = 0.02  # of work that ends before nobody asks if its client has left
+UNWATCHED_S = 0.02  # from the beginning of some work, in which nobody asks if its client leaves
 READING = 32  # requests whose bodies may be waited for, or read while the queue is full
 Result = TypeVar("Result")
 
