@@ -88,7 +88,7 @@ FASTER_ROUNDED = 4  # answers together from which linears with rounded inputs ar
 @click.option("--no-auth", is_flag=True, help="Let other machines use the server without a key.")
 @sequences_option(
     help="Answers that are made together.",
-    shown=f"{SEQUENCES} on a CPU, up to {CHOSEN_SEQUENCES} by a GPU's memory",
+    shown=f"up to {SEQUENCES} on a CPU, up to {CHOSEN_SEQUENCES} on a GPU, by memory",
 )
 @count_option(
     "--queue",
