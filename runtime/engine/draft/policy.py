@@ -13,8 +13,10 @@ Let N tokens of every sequence take the time T. At the end the credit is at most
 
 256 tokens take 259.8 steps, 0.985 of plain decoding's speed. Recorded CUDA graphs do not count.
 
-**Probes.** Where drafts do not pay by what was learned, one is checked now and then. The pause
-doubles behind a wrong one, from FIRST_PAUSE to LONGEST_PAUSE steps, and ends behind a right one.
+**Probes.** Where drafts do not pay by what was learned, one is checked now and then, without a
+credit too: text that is hard now may be easy later. The pause doubles behind a wrong probe, from
+FIRST_PAUSE to LONGEST_PAUSE steps, and ends behind a right one. Wrong rounds that were not probes
+do not lengthen it: a hard passage has several of them in a row.
 """
 
 import math
@@ -262,7 +264,7 @@ class Policy:
             gain = expected / len(rates) / cost(drafts) * (KEEP if drafts == now else 1.0)
             if gain > (best.gain if best.drafts else least):
                 best = Plan(drafts, gain)
-        if probe and most and not best.drafts and self.limited and self._waited >= self._pause:
+        if probe and most and not best.drafts and self._waited >= self._pause:
             return Plan(1)
         return best
 
@@ -292,8 +294,9 @@ class Policy:
         if stake.change is not None:
             self._excess = taken - expected
         if stake.kind == "made":
-            longer = min(LONGEST_PAUSE, max(FIRST_PAUSE, 2 * self._pause))
-            self._pause, self._waited = 0 if tokens > 1 else longer, 0
+            probed = stake.change is not None  # it does not follow a round
+            pause = min(LONGEST_PAUSE, max(FIRST_PAUSE, self._pause * (2 if probed else 1)))
+            self._pause, self._waited = 0 if tokens > 1 else pause, 0
         self._count(stake.loss + change + tokens - taken, taken)
 
     def read_plain(self, sequences: int, seconds: float | None) -> None:

@@ -198,18 +198,18 @@ def test_drafts_behind_rounds_are_those_behind_plain_steps(
 
     monkeypatch.setattr(BlockRounds, "draft", noted)
     [request, *_] = asked(plain, 24)
-    costs: Any = drafting.engine.drafting
-    rounds, each_step = costs.policy.costs, costs_by_tokens(9.0, 9.0)  # nothing is worth it
+    drafts: Any = drafting.engine.drafting
+    rounds = drafts.made
     of_pauses = []
     for pause in (0, 8):
         drafting.engine.forget()
         made.clear()
         handle = drafting.engine.submit(request)
         next(handle)
-        costs.policy.costs = each_step
+        drafts.made = None  # plain steps
         for _ in range(pause):
             next(handle)
-        costs.policy.costs = rounds
+        drafts.made = rounds
         handle.result()
         of_pauses.append(dict(made))
     both = of_pauses[0].keys() & of_pauses[1].keys() - {0}

@@ -13,6 +13,7 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.draft.mtp import MOST_BEHIND, behind
+from lowbit.runtime.engine.draft.policy import Plan, Policy
 from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
@@ -142,17 +143,15 @@ def test_the_head_catches_up_with_steps_without_drafts(monkeypatch: pytest.Monke
     plain = load(folder, "off")
     flying = always_drafting(load(folder, "mtp", 4), monkeypatch)
     [request, *_] = asked(plain, 44)
-    drafting: Any = flying.engine.drafting
-    costs = drafting.policy.costs
     expected = plain.engine.submit(request).result()
     rights = []
     for pause in (0, 20):
         flying.engine.forget()
         handle = flying.engine.submit(request)
         begun = [next(handle)]
-        drafting.policy.costs = costs_by_tokens(9.0, 9.0)  # nothing is worth it
-        begun += [next(handle) for _ in range(pause)]
-        drafting.policy.costs = costs
+        with monkeypatch.context() as paused:
+            paused.setattr(Policy, "plan", lambda *_, **__: Plan())  # nothing is worth it
+            begun += [next(handle) for _ in range(pause)]
         before = handle.tally.speculated
         begun += [next(handle) for _ in range(36 - pause)]
         assert (*begun, *handle) == expected

@@ -55,6 +55,7 @@ class Text:
         ahead: a round is sent before the one before it is read, as on a GPU.
         seed: of the texts.
         late: a step that many times too slow, now and then.
+        credit: of the policy; without a limit it measures nothing.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Text:
     ahead: bool = True
     seed: int = 0
     late: float = 1.0
+    credit: float = BURST
     policy: Policy = field(init=False)
     time: float = 0.0
     rounds: int = 0
@@ -76,7 +78,8 @@ class Text:
 
     def __post_init__(self) -> None:
         width = width_for if self.ahead else None
-        self.policy = Policy(new_costs("cuda" if self.ahead else "cpu", True, width), BURST)
+        measured, device = self.credit < math.inf, "cuda" if self.ahead else "cpu"
+        self.policy = Policy(new_costs(device, measured, width), self.credit)
         self._rates = [AcceptanceRates(MTP_GUESSES)]
 
     def cost(self, drafts: int) -> float:
@@ -229,6 +232,16 @@ def test_a_text_that_changes_keeps_the_bound_and_is_noticed(name: str, sequences
         assert better.answer(lambda _, place: 0.95 * (place >= half), 2 * half) > least
         worse = Text(name, sequences=sequences, seed=seed)
         assert worse.answer(lambda _, place: 0.95 * (place < half), 2 * half) > least
+
+
+@pytest.mark.parametrize("name", ["9B", "0.8B", "flat"])
+def test_drafts_without_a_limit_come_back_when_a_text_becomes_easy(name: str) -> None:
+    """An answer that begins with hard prose goes on with code."""
+    speeds = [
+        Text(name, seed=seed, credit=math.inf).answer(lambda _, place: 0.95 * (place >= 96), 768)
+        for seed in range(4)
+    ]
+    assert min(speeds) > 1.1, speeds
 
 
 def test_one_number_serves_sequences_that_differ() -> None:
@@ -395,8 +408,9 @@ def test_the_credit_has_its_limits() -> None:
         assert policy.credit == found
 
 
-def test_probes_back_off_and_come_back() -> None:
-    policy, pauses = of_costs(BURST), []
+@pytest.mark.parametrize("credit", [BURST, math.inf])
+def test_probes_back_off_and_come_back(credit: float) -> None:
+    policy, pauses = of_costs(credit), []
     hopeless = [[0.01] * 7]
 
     def probe() -> int:
@@ -423,7 +437,7 @@ def test_drafts_without_a_limit_stay_so() -> None:
     policy.read_plain(1, None)
     policy.begin_request()
     assert not policy.limited
-    assert policy.plan(policy.costs.cost("made", 1), [[0.01] * 7], 7, probe=True) == Plan()
+    assert policy.affordable("made", 1, 7) == 7
 
 
 def test_rounds_between_plain_steps_are_timed_where_each_waits_for_the_host() -> None:
