@@ -248,7 +248,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> T
         # BF16 by vectors, which takes ten times as long.
         grouped = q.reshape(len(k), -1, q.shape[2])
         attended = functional.scaled_dot_product_attention(grouped[None], k[None], v[None])
-        return attended[0].view(q.shape)
+        return attended[0].reshape(q.shape)
     return functional.scaled_dot_product_attention(
         q[None], k[None], v[None], attn_mask=mask, enable_gqa=True
     )[0]
