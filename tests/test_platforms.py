@@ -93,7 +93,7 @@ def mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 10)
     for module, name in (
-        *((memory, "STATM"), (memory, "MEMINFO"), (memory, "CGROUP")),
+        *((memory, "PROCESSES"), (memory, "STATM"), (memory, "MEMINFO"), (memory, "CGROUP")),
         (checks, "DRIVER"),
     ):
         monkeypatch.setattr(module, name, tmp_path / "absent")
