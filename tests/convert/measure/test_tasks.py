@@ -163,7 +163,9 @@ def test_both_models_make_so_many_answers_together(
     sequences: int | None, expected: list[str], stand_in: Path, tmp_path: Path
 ) -> None:
     measure_tasks((tmp_path, tmp_path), TaskSettings(("arc",)), "cpu", None, sequences)
-    for line in (stand_in / "asked").read_text().splitlines():
+    lines = (stand_in / "asked").read_text().splitlines()
+    assert len(lines) == 2
+    for line in lines:
         words = line.split("|")
         at = words.index("--json") + 1
         assert words[at : at + 2][: len(expected)] == expected

@@ -333,7 +333,7 @@ def test_memory_decides_how_many_sequences_a_gpu_decodes(
 def test_sequences_that_nobody_asked_for_take_no_context(
     make: str, asked_for: dict[str, Any], device: str, request: pytest.FixtureRequest, free: Free
 ) -> None:
-    """Where memory is nearly full, states and rows of further sequences leave fewer pages."""
+    """States and rows of further sequences leave fewer pages where memory is nearly full."""
     folder = request.getfixturevalue(make)(max_position_embeddings=100_000).folder
     asked = account(open_model(folder), device)
     drafts = asked_for.get("draft_tokens", 0)
