@@ -9,7 +9,9 @@ EXACT_TOKENS = 64
 STEP_TOKENS = 256  # of a decode step, one of each sequence; more than EXACT_TOKENS in parts
 SEQUENCE_TOKENS = 16  # of one sequence in a decode step; more of a prompt are attended to together
 PACK_SEQUENCES = 16  # whose chunks of prompts pass the layers together, see `engine.packs`
-ROUND_TOKENS = 16  # of a round: last tokens and drafts of all its sequences
+ROUND_TOKENS = 64  # of a round: last tokens and drafts of all its sequences
+ROUND_SEQUENCES = 16  # of a round; beside more, a check costs more than drafts bring
+STATES_TOKENS = 16  # of a round for which slots are kept, one for the state after each draft
 
 # Linear layers in packed codes.
 HALVED_TOKENS = 4  # that share the columns of one product by two

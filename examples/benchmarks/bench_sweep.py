@@ -62,7 +62,7 @@ from lowbit.runtime.lab.bench_settings import BenchSettings
 from lowbit.runtime.lab.facts import measurement_facts
 from lowbit.runtime.lab.machine_speed import read_bandwidth, settle
 from lowbit.runtime.models.loader import open_model
-from lowbit.runtime.thresholds import ROUND_TOKENS
+from lowbit.runtime.thresholds import ROUND_SEQUENCES, ROUND_TOKENS, SEQUENCE_TOKENS
 
 Swept = Literal["context", "group_size", "batch"]
 Values = tuple[int, ...]
@@ -196,11 +196,13 @@ def check_sequences(model: Model, batch: int) -> None:
 def tokens_before(batch: int, speculation: bool) -> int:
     """Most tokens that a sequence of a batch may get while the prompts of others run.
 
-    With speculation a step of n sequences gives each ROUND_TOKENS / n tokens or one.
+    With speculation a step of up to ROUND_SEQUENCES sequences shares ROUND_TOKENS among them.
     """
     if not speculation:
         return batch
-    return sum(max(1, ROUND_TOKENS // running) for running in range(1, batch + 1))
+    rounds = range(1, 1 + min(batch, ROUND_SEQUENCES))
+    each = (min(SEQUENCE_TOKENS, ROUND_TOKENS // running) for running in rounds)
+    return sum(each) + max(0, batch - ROUND_SEQUENCES)
 
 
 def batched_run(model: Model, batch: int, settings: BenchSettings) -> TimedRun:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.page_counts import PAGE, SCRATCH, pages_for
-from lowbit.runtime.thresholds import ROUND_TOKENS
+from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS, STATES_TOKENS
 
 MOST_GRAPHS = 64  # each takes some megabytes of the driver's memory
 FIRST_KV_LEN = 256
@@ -146,7 +146,17 @@ def longest_for(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length()
 
 
+def fills_step(sequences: int, drafts: int) -> bool:
+    """True if another draft of each sequence would make a round wider."""
+    return width_for(sequences * (2 + drafts)) > width_for(sequences * (1 + drafts))
+
+
+def round_tokens(sequences: int) -> int:
+    """Most tokens of a round of up to `sequences` sequences."""
+    return min(ROUND_TOKENS, sequences * SEQUENCE_TOKENS)
+
+
 def drafts_together(drafts: int, sequences: int) -> int:
-    """Most drafts in a step of 1 to `sequences` sequences, with up to `drafts` of each."""
-    numbers = range(1, min(sequences, ROUND_TOKENS) + 1)
-    return max(B * min(drafts, ROUND_TOKENS // B - 1) for B in numbers)
+    """Most drafts of 1 to `sequences` sequences whose recurrent states are kept."""
+    numbers = range(1, min(sequences, STATES_TOKENS) + 1)
+    return max(B * min(drafts, STATES_TOKENS // B - 1) for B in numbers)

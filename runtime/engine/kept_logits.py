@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lowbit.runtime.engine.graphs import width_for
+from lowbit.runtime.engine.graphs import round_tokens, width_for
 from lowbit.runtime.state.step import StepPlan
-from lowbit.runtime.thresholds import EXACT_TOKENS, ROUND_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS
 
 ALIGNED = 16  # rows of logits on a GPU are a multiple of so many
 
@@ -48,7 +48,7 @@ class KeptLogits:
 
 
 def new_kept(sequences: int, vocabulary: int, padded: int, device: str | torch.device) -> Tensor:
-    """Room for the logits of the largest step, [W or ROUND_TOKENS, V] float32, rows aligned."""
-    widest = max(width_for(sequences), ROUND_TOKENS)
+    """Room for the logits of the largest step or round, [W, V] float32, rows aligned."""
+    widest = max(width_for(sequences), round_tokens(sequences))
     logits = min(-(-vocabulary // ALIGNED) * ALIGNED, padded)
     return torch.empty(widest, logits, dtype=torch.float32, device=device)

@@ -32,7 +32,7 @@ DEFAULT_ACTIVATIONS: Activations = "exact"  # likewise
 VisionDevice = Literal["auto", "cuda", "cpu"]  # of the tower that reads images
 VISION_DEVICES: tuple[VisionDevice, ...] = get_args(VisionDevice)
 DEFAULT_VISION_DEVICE: VisionDevice = "auto"
-MOST_DRAFTS = 15  # with the last token ROUND_TOKENS
+MOST_DRAFTS = 15  # with the last token SEQUENCE_TOKENS
 RECURRENT_DRAFTS = 7  # by default with linear layers: each draft takes a recurrent state
 
 

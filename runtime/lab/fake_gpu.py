@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.machine.parent import end_with_parent
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, PACK_WIDTHS, SHORT_WIDTHS, Chunks
-from lowbit.runtime.engine.draft.block import MOST_SEQUENCES, BlockRounds, Blocks, new_blocks
+from lowbit.runtime.engine.draft.block import BlockRounds, Blocks, new_blocks
 from lowbit.runtime.engine.draft.verify import Part, Verifier
-from lowbit.runtime.engine.graphs import STEP_WIDTHS, Graphs, kv_lens, width_for
+from lowbit.runtime.engine.graphs import STEP_WIDTHS, Graphs, fills_step, kv_lens, width_for
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache, choose_cache_type
 from lowbit.runtime.engine.new_runner import new_runner
@@ -59,7 +60,12 @@ from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.sampling_params import SamplingParams, sampling_defaults
 from lowbit.runtime.state.step import Ending, StepPlan
 from lowbit.runtime.text.tokenizer import load_tokenizer
-from lowbit.runtime.thresholds import PACK_SEQUENCES, ROUND_TOKENS, SEQUENCE_TOKENS
+from lowbit.runtime.thresholds import (
+    PACK_SEQUENCES,
+    ROUND_SEQUENCES,
+    ROUND_TOKENS,
+    SEQUENCE_TOKENS,
+)
 from lowbit.runtime.weights.weights import WIDE_BITS, Weights
 
 WARP = 32
@@ -226,11 +232,11 @@ def meta_blocks(opened: OpenedModel, options: LoadOptions, runner: Runner) -> Bl
 
 def round_sizes(most: int, rows: int) -> Iterator[tuple[int, int]]:
     """Sequences of a round and drafts of each, up to `most`; see `BlockRounds.fitting`."""
-    for B in range(1, 1 + min(rows, MOST_SEQUENCES)):
-        counts = range(1, 1 + min(most, ROUND_TOKENS // B - 1))
-        whole = [k for k in counts if width_for(B * (k + 1)) == B * (k + 1)]
-        for k in whole or counts:
-            yield B, k
+    for B in range(1, 1 + min(rows, ROUND_SEQUENCES)):
+        last = min(most, ROUND_TOKENS // B - 1)
+        for k in range(1, 1 + last):
+            if fills_step(B, k) or k == last:
+                yield B, k
 
 
 def send_rounds(
@@ -240,17 +246,17 @@ def send_rounds(
     rounds = BlockRounds(Verifier(runner), blocks)
     sequence = Sequence(Request((1,)), count=1, seed=0, row=1, length=1)
     sequence.output.append(1)
-    lengths = list(kv_lens(runner.context))
     for each in params:
         penalized = replace(each, presence_penalty=1.0)
         # Penalties change how tokens are chosen, whatever the length.
-        for asked, reaches in ((each, lengths), (penalized, lengths[:1])):
+        for asked, most_lengths in ((each, None), (penalized, 1)):
             runner.sampler.configure_row(1, asked, [0], False)
             for B, k in round_sizes(min(most, len(rounds.guesses)), runner.rows):
                 part = Part(sequence, (0,) * k, (1,) * (1 + k))
                 rounds.parts = [part] * B
-                for length in reaches:
-                    rounds.round(width_for(B * (k + 1)), B, k, length, ordered=asked.penalized)
+                M = width_for(B * (k + 1))
+                for length in islice(kv_lens(runner.context, M), most_lengths):
+                    rounds.round(M, B, k, length, ordered=asked.penalized)
                 rounds.join(B, k)
             runner.sampler.clear_row(1)
 

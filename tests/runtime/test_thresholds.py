@@ -19,7 +19,9 @@ def test_tokens_with_the_bits_of_one_take_the_kernels_of_few() -> None:
 
 def test_rounds_of_drafts_are_steps_whose_bits_are_exact() -> None:
     assert thresholds.ROUND_TOKENS <= thresholds.EXACT_TOKENS
-    assert thresholds.ROUND_TOKENS <= thresholds.SEQUENCE_TOKENS <= thresholds.EXACT_TOKENS
+    assert thresholds.SEQUENCE_TOKENS <= thresholds.EXACT_TOKENS
+    assert thresholds.STATES_TOKENS <= thresholds.ROUND_TOKENS
+    assert 2 * thresholds.ROUND_SEQUENCES <= thresholds.ROUND_TOKENS
 
 
 def test_thresholds_stand_in_one_place() -> None:

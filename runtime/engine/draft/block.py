@@ -15,7 +15,7 @@ from torch import Tensor
 from lowbit.runtime.backends.cpu_linear import CpuLinear
 from lowbit.runtime.engine.draft.lookup import COPIED, Copy
 from lowbit.runtime.engine.draft.made import MadeRounds
-from lowbit.runtime.engine.graphs import width_for
+from lowbit.runtime.engine.graphs import fills_step
 from lowbit.runtime.engine.load_options import MOST_DRAFTS
 from lowbit.runtime.engine.stats import Source
 from lowbit.runtime.models.architectures import BlockDrafter
@@ -26,7 +26,7 @@ from lowbit.runtime.state.host_rings import RING, new_ring, write_rows
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.step import Span, Step, StepPlan
 from lowbit.runtime.state.step_buffers import step_of
-from lowbit.runtime.thresholds import ROUND_TOKENS
+from lowbit.runtime.thresholds import ROUND_SEQUENCES
 
 if TYPE_CHECKING:
     from lowbit.runtime.kernels.linear.tiles import GpuLinear  # needs triton, which a CPU may lack
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     Rows = DraftRows[CpuLinear] | DraftRows[GpuLinear]
 
 GUESS = 0.75  # of how often a draft is accepted behind accepted ones, before any was checked
-MOST_SEQUENCES = ROUND_TOKENS // 2  # of a round: a last token and a draft each
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +103,10 @@ class BlockRounds(MadeRounds):
         """Allocate the inputs of the drafter."""
         MadeRounds.__post_init__(self)
         size, mask = self.size, self.blocks.drafter.blocks.mask_token
-        numbers = self.runner.ints(range(max(size, MOST_SEQUENCES + 1)))
-        self._ids = numbers.new_full((MOST_SEQUENCES, size), mask)
-        self._places, self._starts = numbers[:size], numbers[: MOST_SEQUENCES + 1] * size
-        self._copies = numbers.new_zeros(MOST_SEQUENCES, 2 + COPIED)
+        numbers = self.runner.ints(range(max(size, ROUND_SEQUENCES + 1)))
+        self._ids = numbers.new_full((ROUND_SEQUENCES, size), mask)
+        self._places, self._starts = numbers[:size], numbers[: ROUND_SEQUENCES + 1] * size
+        self._copies = numbers.new_zeros(ROUND_SEQUENCES, 2 + COPIED)
         self._copied = new_ring(self.runner.sampler.rows, self.runner.on_gpu)
 
     @property
@@ -148,14 +147,13 @@ class BlockRounds(MadeRounds):
         return bool(self._copied[last % RING, row])
 
     def fitting(self, most: int, sequences: int) -> int:
-        """On a GPU as many as leave no padding: at the end of an answer fewer graphs are recorded.
+        """On a GPU as many as fill a step: at the end of an answer fewer graphs are recorded.
 
-        A draft beside padding costs nothing, so elsewhere no other number pays.
+        A draft in the place of padding costs nothing, so elsewhere no other number pays.
         """
         if not self.runner.on_gpu:
             return most
-        tokens = ((k, sequences * (1 + k)) for k in range(most, 0, -1))
-        return next((k for k, count in tokens if width_for(count) == count), most)
+        return next((k for k in range(most, 0, -1) if fills_step(sequences, k)), most)
 
     def draft(self, B: int, k: int, max_kv_len: int) -> Tensor:
         """Draft k tokens of each sequence by one pass over blocks; see `MadeRounds.draft`.

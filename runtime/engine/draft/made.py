@@ -223,7 +223,7 @@ class MadeRounds:
         runner, k, B = self.runner, self.drafts, len(self.batch)
         M = runner.width(B * (k + 1))
         stop = max(each.last + drafts_of(each).due for each in self.batch) + k + 1
-        max_kv_len = runner.kv_len_for(stop)
+        max_kv_len = runner.kv_len_for(stop, M)
         ordered = any(part.ordered for part in self.parts)
         joined = self.write_copies(copies)
         key = ("made", M, B, k, max_kv_len, runner.sampler.shape, ordered, self.shifted, joined)

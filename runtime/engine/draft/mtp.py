@@ -26,12 +26,12 @@ from lowbit.runtime.state.host_rings import write_rows
 from lowbit.runtime.state.sampler import SCRATCH
 from lowbit.runtime.state.step import Span, Step, StepPlan, starts_of, token_columns
 from lowbit.runtime.state.step_buffers import new_step, step_of
-from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
+from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 # First guess of how often drafts are accepted behind accepted ones, by place.
 MTP_GUESSES = (0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35)
-MOST_BEHIND = 2 * ROUND_TOKENS  # positions
-PROBE_BEHIND = ROUND_TOKENS  # positions that the head reads before a probe, in one pass
+MOST_BEHIND = 2 * SEQUENCE_TOKENS  # positions
+PROBE_BEHIND = SEQUENCE_TOKENS  # positions that the head reads before a probe, in one pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class MtpCache:
         """
         wide, state = self.block.shape[1], drafts_of(sequence)
         # Positions that the ring has lost are skipped. Two rounds may be under way.
-        state.seen = max(state.seen, sequence.last + 2 * ROUND_TOKENS - HIDDEN_RING)
+        state.seen = max(state.seen, sequence.last + 2 * SEQUENCE_TOKENS - HIDDEN_RING)
         while (count := min(wide, sequence.last - most - state.seen)) > 0:
             span = Span(sequence.row, state.seen, count, tuple(sequence.pages))
             rows, positions, _ = token_columns([span])
@@ -257,6 +257,6 @@ def new_mtp_rounds(verifier: Verifier) -> MtpRounds | None:
     head, hidden_ring = runner.decoder.mtp, runner.hidden_ring
     if head is None or hidden_ring is None:
         return None
-    block = torch.zeros(4, ROUND_TOKENS, dtype=torch.int32, device=hidden_ring.device)
-    starts = runner.ints([0, ROUND_TOKENS])
+    block = torch.zeros(4, SEQUENCE_TOKENS, dtype=torch.int32, device=hidden_ring.device)
+    starts = runner.ints([0, SEQUENCE_TOKENS])
     return MtpRounds(verifier, MtpCache(runner, head, hidden_ring, verifier.graphs, block, starts))

@@ -35,7 +35,7 @@ from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.engine.stats import Source
 from lowbit.runtime.text.constraint import Constraint
-from lowbit.runtime.thresholds import EXACT_TOKENS, ROUND_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS, ROUND_SEQUENCES, ROUND_TOKENS
 
 BACKOFF = 7  # steps behind a plan without drafts, whose making takes the host some time
 UNTIMED = 3  # steps behind a chunk of a prompt, or a recorded graph, whose time says nothing
@@ -272,9 +272,10 @@ class Drafts:
     def _most(self, sequences: Numbers[Sequence]) -> int:
         """Most drafts of a sequence, so that a step of all has at most ROUND_TOKENS tokens.
 
-        0 for more than half as many sequences: their steps are plain.
+        0 for more than ROUND_SEQUENCES: their steps are plain.
         """
-        return max(0, min(self.most, ROUND_TOKENS // max(1, len(sequences)) - 1))
+        count = max(1, len(sequences))
+        return min(self.most, ROUND_TOKENS // count - 1) if count <= ROUND_SEQUENCES else 0
 
 
 def _predictable(sequence: Sequence) -> bool:

@@ -184,16 +184,16 @@ class Verifier:
     def _prepare(self, parts: list[Part]) -> StepPlan:
         spans = tuple(part.span for part in parts)
         M, B = sum(span.count for span in spans), len(spans)
-        max_kv_len = self.runner.kv_len_for(max(span.first + span.count for span in spans))
         longest = max(span.count for span in spans)
         if self.runner.on_gpu:  # rounded up, so that few steps are recorded
             M, longest = width_for(M), longest_for(longest)
             B, spans = B + 1, ()  # padding, if any
+        stop = max(part.span.first + part.span.count for part in parts)
         self.compose(parts, M)
         return StepPlan(
             tokens=M,
             sequences=B,
-            max_kv_len=max_kv_len,
+            max_kv_len=self.runner.kv_len_for(stop, M),
             longest=longest,
             spans=spans,
             drafts=True,

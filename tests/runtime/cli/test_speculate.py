@@ -13,7 +13,7 @@ from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime import load
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.load_options import MOST_DRAFTS
-from lowbit.runtime.thresholds import ROUND_TOKENS
+from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 pytestmark = pytest.mark.commands
 
@@ -37,7 +37,7 @@ def test_commands_take_both_options(command: str) -> None:
 
 
 def test_drafts_and_the_token_before_them_keep_their_bits() -> None:
-    assert MOST_DRAFTS == ROUND_TOKENS - 1
+    assert MOST_DRAFTS == SEQUENCE_TOKENS - 1
 
 
 @pytest.mark.parametrize(
