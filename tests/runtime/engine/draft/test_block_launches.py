@@ -21,7 +21,7 @@ from tests.short_models import Shorten
 
 pytestmark = pytest.mark.kernels
 
-ROUNDS = [(1, 7), (1, 3), (2, 7), (3, 3), (8, 1)]  # sequences, drafts of each
+ROUNDS = [(1, 7), (1, 3), (2, 7), (3, 3), (8, 1), (16, 3)]  # sequences, drafts of each
 LAYERS = 2  # of the drafter, and of the model
 
 
@@ -108,7 +108,7 @@ def launches_of(folder: Path, drafter: Path) -> list[Counter[str]]:
 
     fake_gpu.fake_gpu(H200, record)
     opened = with_drafter(open_model(folder, "int4"), drafter)
-    options = LoadOptions(max_sequences=8, context=600, speculate="dflash", drafter=drafter)
+    options = LoadOptions(max_sequences=16, context=600, speculate="dflash", drafter=drafter)
     runner, own = fake_gpu.meta_runner(opened, options, 4000), opened.drafter
     assert own is not None
     assert isinstance(own.config, DFlashConfig)
