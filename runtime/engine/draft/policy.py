@@ -93,6 +93,8 @@ class StepCosts:
     measured: bool = False  # steps correct the guess
     width: Callable[[int], int] = field(default=lambda tokens: tokens)  # of a step, with padding
     change: float = 0.0  # cost of the change to rounds and back, beyond the rounds
+    # What a further sequence adds; by default as much as a token, nothing to one that is "made"
+    sequence: dict[Kind, float] = field(default_factory=dict)
     ready: bool = field(init=False)  # the time of a plain step is known, or nothing is measured
     _table: dict[tuple[Kind, int, int], tuple[float, int]] = field(default_factory=dict)
     _estimates: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # plain steps
@@ -148,7 +150,9 @@ class StepCosts:
             self.change += LEARN_CHANGE * (min(max(cost, 0.0), most) - self.change)
 
     def _guess(self, kind: Kind, sequences: int, M: int) -> float:
-        return self.start[kind] + self.each[kind] * (M - (sequences if kind == "made" else 1))
+        each = self.each[kind]
+        beside = self.sequence.get(kind, 0.0 if kind == "made" else each)
+        return self.start[kind] + beside * (sequences - 1) + each * (M - sequences)
 
     def _estimate(self, kind: Kind, sequences: int, M: int) -> float:
         """Time of an unknown step: on the line through known ones, the plain one included.
@@ -186,16 +190,19 @@ def new_costs(
     Where nothing is measured, and on a GPU: costs on an H200 with models of 4B to 9B. Small models
     have dearer rounds there, and a CPU takes tokens one by one.
     """
+    sequence: dict[Kind, float] = {}
     if measured and device == "cpu":
         each, given, made = 0.4, 1.0, (1.3, 0.35) if drafter else (1.0, 0.8)
     else:
-        each, given, made = 0.08, 1.15, (1.35, 0.08) if drafter else (1.05, 0.18)
+        each, given, made = 0.08, 1.15, (1.35, 0.055) if drafter else (1.05, 0.18)
+        sequence = {"made": 0.13 if drafter else each}
     return StepCosts(
         start={"plain": 1.0, "given": given, "made": made[0]},
         each={"plain": each, "given": each, "made": made[1]},
         measured=measured,
         width=width or (lambda tokens: tokens),
         change=CHANGE if measured else 0.0,
+        sequence=sequence,
     )
 
 

@@ -451,3 +451,17 @@ def test_rounds_between_plain_steps_are_timed_where_each_waits_for_the_host() ->
         assert (costs.time(kind, 1, 4) > before) == learns
         policy.read_round(policy.send(kind, 1, 4), 4, 1.5 * before)
         assert costs.time(kind, 1, 4) > before
+
+
+def test_first_guesses_of_a_drafters_rounds_are_near_those_of_an_h200() -> None:
+    """Rounds of an 8B with DFlash in plain steps of as many sequences, exact and in eight bits."""
+    measured = {
+        (1, 3): (1.65, 1.51), (1, 7): (1.87, 1.51), (1, 15): (2.12, 1.72),
+        (4, 1): (1.63, 1.47), (4, 3): (1.81, 1.62), (4, 7): (2.39, 2.17), (4, 15): (3.66, 2.86),
+        (8, 1): (1.56, 1.63), (8, 3): (2.04, 2.14), (8, 7): (3.13, 2.84),
+        (16, 1): (1.89, 1.98), (16, 3): (3.00, 2.68),
+    }  # fmt: skip
+    costs = new_costs("cuda", False, drafter=True)
+    for (sequences, drafts), (exact, coded) in measured.items():
+        found = costs.cost("made", sequences)(drafts)
+        assert 0.87 * min(exact, coded) < found < 1.12 * max(exact, coded), (sequences, drafts)
