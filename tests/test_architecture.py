@@ -307,6 +307,11 @@ def test_importing_loads_little() -> None:
             {"lowbit.convert", "transformers", "triton"},
         ),
         (["lowbit.convert"], {"matplotlib", "transformers", "triton"}),
+        # The engine of a server has a process of its own, which speaks no HTTP.
+        (
+            ["lowbit.runtime.serve.link.process", "lowbit.runtime.serve.link.host"],
+            {"fastapi", "pydantic", "starlette", "uvicorn"},
+        ),
     ]
     code = "import sys\n"
     for modules, absent in steps:

@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from fastapi.responses import JSONResponse
+from typing import TYPE_CHECKING, Any
 
 from lowbit.formats.errors import LowbitError, RequestError, TooLongError
 from lowbit.formats.machine.system import explained
+
+if TYPE_CHECKING:
+    from starlette.responses import JSONResponse
 
 log = logging.getLogger("lowbit.serve")
 # Anthropic's type for a status; all others are `api_error`.
@@ -77,8 +78,11 @@ class ApiError(Exception):
         """The error object of the API that a path belongs to."""
         return self.anthropic() if path.startswith(ANTHROPIC_PATH) else self.openai()
 
-    def response(self, path: str) -> JSONResponse:
+    def response(self, path: str) -> "JSONResponse":
         """The HTTP response to a request for a path."""
+        # The engine's process has errors, and answers nobody: it does without this import.
+        from starlette.responses import JSONResponse
+
         return JSONResponse(self.body(path), self.status, dict(self.headers))
 
 
