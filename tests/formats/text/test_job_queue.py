@@ -22,7 +22,6 @@ from lowbit.formats.text.child_process import (
     SILENT_S,
     Library,
     WorkerError,
-    end_child,
     line_of,
     start_child,
 )
@@ -136,12 +135,12 @@ def children(
     left = list(codes)
 
     def start(library: Library, memory_bytes: int) -> subprocess.Popen[bytes]:
-        child = start_child(library, memory_bytes)
         if left:
-            end_child(child)
             code = BEGIN + (READY if ready else "") + left.pop(0)
-            command = [sys.executable, "-c", code]
+            command = [sys.executable, "-I", "-S", "-c", code]
             child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        else:
+            child = start_child(library, memory_bytes)
         pids.append(child.pid)
         return child
 
