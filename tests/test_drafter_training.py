@@ -143,7 +143,7 @@ def test_a_drafter_is_trained_on_answers_and_drafts(tmp_path: Path) -> None:
     run = ("texts", str(model), str(prompts), str(texts), *small)
     done = started("train_drafter", run)
     assert done.exit_code == 0, done.output
-    sizes = ("--batch", "4", "--anchors", "4", "--layers", "1", "--minutes", "0.1")
+    sizes = ("--batch", "4", "--anchors", "4", "--layers", "1", "--minutes", "0.03")
     more = ("train", str(model), str(texts), str(out), "--held-out", str(texts), *sizes)
     done = started("train_drafter", (*more, "--device", "cpu"))
     assert done.exit_code == 0, done.output
