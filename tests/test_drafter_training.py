@@ -133,7 +133,7 @@ def test_answers_that_are_all_too_short_are_an_error(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_drafter_is_trained_on_answers_and_drafts(tmp_path: Path) -> None:
     model, prompts, out = EXAMPLES / "models" / "tiny-qwen3", tmp_path / "p.jsonl", tmp_path / "d"
-    told = [f"Tell of {n} cats.{end}Be short." for n in range(4) for end in LINE_ENDS]
+    told = [f"Tell of {n} cats.{end}Be short." for n in range(2) for end in LINE_ENDS]
     lines = (
         json.dumps({"id": n, "prompt": each}, ensure_ascii=False) for n, each in enumerate(told)
     )
@@ -148,7 +148,7 @@ def test_a_drafter_is_trained_on_answers_and_drafts(tmp_path: Path) -> None:
     done = started("train_drafter", (*more, "--device", "cpu"))
     assert done.exit_code == 0, done.output
     assert "t: " in done.output
-    measured = (str(model), str(out), "--prompts", str(prompts), "--answer", "12")
+    measured = (str(model), str(out), "--prompts", str(prompts), "--answer", "8")
     done = started("measure_drafters", measured)
     assert done.exit_code == 0, done.output
     assert f"| {out.name} | " in done.output
