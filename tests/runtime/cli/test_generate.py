@@ -18,6 +18,7 @@ from lowbit.runtime.cli.chat import chat
 from lowbit.runtime.cli.generate import _prompt
 from lowbit.runtime.cli.main import main
 from tests.hub_server import HubServer
+from tests.short_models import WHOLE_VOCABULARY, Shorten
 
 pytestmark = pytest.mark.commands
 
@@ -25,6 +26,12 @@ BUNDLED = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
 GREEDY = ["--temperature", "0", "--device", "cpu"]
 LOADED = {"quantized_at_load": None, "activations": "exact"}
 Run = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def folder(shorten: Shorten) -> str:
+    """Two layers of the bundled model, with all of its tokens."""
+    return str(shorten("tiny-qwen3", WHOLE_VOCABULARY))
 
 
 @pytest.fixture
@@ -35,9 +42,9 @@ def run() -> Run:
     return invoke
 
 
-def test_bare_generate_streams_text_to_stdout(run: Run) -> None:
-    bare = run(BUNDLED, "Once", "--raw", "--max-new-tokens", "20", *GREEDY)
-    named = run("generate", BUNDLED, "Once", "--raw", "--max-new-tokens", "20", *GREEDY)
+def test_bare_generate_streams_text_to_stdout(folder: str, run: Run) -> None:
+    bare = run(folder, "Once", "--raw", "--max-new-tokens", "20", *GREEDY)
+    named = run("generate", folder, "Once", "--raw", "--max-new-tokens", "20", *GREEDY)
     assert bare.exit_code == named.exit_code == 0
     assert bare.stdout == named.stdout
     assert bare.stdout.startswith(" upon a time")
@@ -45,8 +52,8 @@ def test_bare_generate_streams_text_to_stdout(run: Run) -> None:
     assert "tok/s" in bare.stderr
 
 
-def test_json_is_one_object_and_nothing_else(run: Run) -> None:
-    result = run(BUNDLED, "Hi", "--json", "--seed", "3", "--max-new-tokens", "12")
+def test_json_is_one_object_and_nothing_else(folder: str, run: Run) -> None:
+    result = run(folder, "Hi", "--json", "--seed", "3", "--max-new-tokens", "12")
     made = json.loads(result.stdout)
     assert result.exit_code == 0
     assert result.stdout.count("\n") == 1
@@ -55,15 +62,15 @@ def test_json_is_one_object_and_nothing_else(run: Run) -> None:
     assert made["finish_reason"] in ("stop", "length")
     assert len(made["token_ids"]) <= 12
     assert made["timings"]["prompt_tokens"] == len(made["prompt_token_ids"])
-    again = json.loads(run(BUNDLED, "Hi", "--json", "--seed", "3", "--max-new-tokens", "12").stdout)
+    again = json.loads(run(folder, "Hi", "--json", "--seed", "3", "--max-new-tokens", "12").stdout)
     assert (again["text"], again["token_ids"]) == (made["text"], made["token_ids"])
 
 
-def test_the_prompt_may_come_from_stdin(run: Run) -> None:
+def test_the_prompt_may_come_from_stdin(folder: str, run: Run) -> None:
     options = ("--raw", "--max-new-tokens", "5", "--json", *GREEDY)
-    piped = run(BUNDLED, *options, stdin="Once upon\n")
-    given = run(BUNDLED, "Once upon", *options)
-    dashed = run(BUNDLED, "-", *options, stdin="Once upon\n")
+    piped = run(folder, *options, stdin="Once upon\n")
+    given = run(folder, "Once upon", *options)
+    dashed = run(folder, "-", *options, stdin="Once upon\n")
     for each in (piped, dashed):
         assert json.loads(each.stdout)["token_ids"] == json.loads(given.stdout)["token_ids"]
 
@@ -122,28 +129,28 @@ def test_no_prompt_waits_for_what_nobody_says(
         assert not capsys.readouterr().err
 
 
-def test_stdin_is_for_one_prompt(run: Run, tmp_path: Path) -> None:
+def test_stdin_is_for_one_prompt(folder: str, run: Run, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}')
-    made = run(BUNDLED, "--prompts", str(tmp_path / "p.jsonl"), "--stdin")
+    made = run(folder, "--prompts", str(tmp_path / "p.jsonl"), "--stdin")
     assert made.exit_code == 2
     assert "--stdin has no effect with --prompts" in made.stderr
-    whole = run(BUNDLED, "Once", "--stdin", "--max-new-tokens", "1", "--json", stdin="upon\n")
-    both = run(BUNDLED, "Once\nupon", "--max-new-tokens", "1", "--json")
+    whole = run(folder, "Once", "--stdin", "--max-new-tokens", "1", "--json", stdin="upon\n")
+    both = run(folder, "Once\nupon", "--max-new-tokens", "1", "--json")
     ids = [json.loads(each.stdout)["prompt_token_ids"] for each in (whole, both)]
     assert ids[0] == ids[1]
 
 
-def test_system_thinking_and_stop_reach_the_model(run: Run) -> None:
+def test_system_thinking_and_stop_reach_the_model(folder: str, run: Run) -> None:
     options = ("--max-new-tokens", "5", "--json", *GREEDY)
-    plain = json.loads(run(BUNDLED, "Hi", *options).stdout)
-    system = json.loads(run(BUNDLED, "Hi", "--system", "Be brief", *options).stdout)
-    quiet = json.loads(run(BUNDLED, "Hi", "--no-think", *options).stdout)
+    plain = json.loads(run(folder, "Hi", *options).stdout)
+    system = json.loads(run(folder, "Hi", "--system", "Be brief", *options).stdout)
+    quiet = json.loads(run(folder, "Hi", "--no-think", *options).stdout)
     assert len(plain["prompt_token_ids"]) < len(system["prompt_token_ids"])
     assert len(plain["prompt_token_ids"]) < len(quiet["prompt_token_ids"])
-    whole = json.loads(run(BUNDLED, "Hi", "--max-new-tokens", "30", "--json", *GREEDY).stdout)
+    whole = json.loads(run(folder, "Hi", "--max-new-tokens", "30", "--json", *GREEDY).stdout)
     stop = whole["text"][10:13]
     options = ("--max-new-tokens", "30", "--json", "--stop", stop, *GREEDY)
-    assert json.loads(run(BUNDLED, "Hi", *options).stdout)["text"] == whole["text"].split(stop)[0]
+    assert json.loads(run(folder, "Hi", *options).stdout)["text"] == whole["text"].split(stop)[0]
 
 
 @pytest.mark.parametrize(
@@ -169,8 +176,10 @@ def test_system_thinking_and_stop_reach_the_model(run: Run) -> None:
     ],
     ids=" ".join,
 )
-def test_values_out_of_range_are_usage_errors(run: Run, options: tuple[str, ...]) -> None:
-    result = run(BUNDLED, "Hi", *options)
+def test_values_out_of_range_are_usage_errors(
+    folder: str, run: Run, options: tuple[str, ...]
+) -> None:
+    result = run(folder, "Hi", *options)
     assert result.exit_code == 2
     assert "Usage:" in result.stderr
     assert result.stdout == ""
@@ -205,11 +214,11 @@ def test_errors_are_one_message_and_exit_code_1(
     ],
 )
 def test_a_gpu_where_there_is_none(
-    run: Run, monkeypatch: pytest.MonkeyPatch, cuda: str | None, why: str
+    folder: str, run: Run, monkeypatch: pytest.MonkeyPatch, cuda: str | None, why: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.version.cuda", cuda)
-    result = run(BUNDLED, "Hi", "--device", "cuda", "--json")
+    result = run(folder, "Hi", "--device", "cuda", "--json")
     assert result.exit_code == 1
     assert result.stdout == ""
     hint = f"{why}, or use --device cpu"
@@ -233,13 +242,13 @@ def test_an_unreadable_file_is_one_message(run: Run, tmp_path: Path) -> None:
     ids=("a failing disk", "a full GPU"),
 )
 def test_a_failure_of_the_machine_is_one_message(
-    run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+    folder: str, run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
 ) -> None:
     def failing(*_: object) -> None:
         raise error
 
     monkeypatch.setattr("lowbit.runtime.engine.load.load_decoder", failing)
-    result = run(BUNDLED, "Hi", "--device", "cpu")
+    result = run(folder, "Hi", "--device", "cpu")
     assert result.exit_code == 1
     assert result.stderr.startswith(said)
 
@@ -248,8 +257,8 @@ def test_debug_shows_the_traceback(run: Run) -> None:
     assert isinstance(run("./nowhere", "Hi", "--debug").exception, CheckpointError)
 
 
-def test_a_prompt_that_is_not_text_is_refused(run: Run) -> None:
-    result = run(BUNDLED, stdin=b"\xff\xfe")
+def test_a_prompt_that_is_not_text_is_refused(folder: str, run: Run) -> None:
+    result = run(folder, stdin=b"\xff\xfe")
     assert result.exit_code == 1
     assert "Error: the prompt on stdin is not UTF-8" in result.stderr
 
@@ -264,23 +273,25 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowbit.runtime.engine.runner.Runner.decode", press)
 
 
-def test_ctrl_c_ends_generate_quietly(run: Run, interrupted: None) -> None:
-    result = run(BUNDLED, "Hi", *GREEDY)
+def test_ctrl_c_ends_generate_quietly(folder: str, run: Run, interrupted: None) -> None:
+    result = run(folder, "Hi", *GREEDY)
     assert result.exit_code == 130
     assert result.stderr.endswith("\ninterrupted\n")
     assert "Traceback" not in result.stderr
 
 
-def test_ctrl_c_ends_a_piped_chat_with_what_there_is(run: Run, interrupted: None) -> None:
-    result = run("chat", BUNDLED, "--json", *GREEDY, stdin="Tell me a story\nHi\n")
+def test_ctrl_c_ends_a_piped_chat_with_what_there_is(
+    folder: str, run: Run, interrupted: None
+) -> None:
+    result = run("chat", folder, "--json", *GREEDY, stdin="Tell me a story\nHi\n")
     assert result.exit_code == 130
     made = json.loads(result.stdout)
     assert made == {"schema": 1, "messages": [], "turns": [], **LOADED}
 
 
-def test_chat_keeps_the_conversation_and_its_cache(run: Run) -> None:
+def test_chat_keeps_the_conversation_and_its_cache(folder: str, run: Run) -> None:
     stdin = "Tell me a story\n\nAnd then?\n/reset\nHi\n/exit\nnever read\n"
-    result = run("chat", BUNDLED, "--max-new-tokens", "8", "--json", *GREEDY, stdin=stdin)
+    result = run("chat", folder, "--max-new-tokens", "8", "--json", *GREEDY, stdin=stdin)
     assert result.exit_code == 0
     talk = json.loads(result.stdout)
     first, second, third = talk["turns"]
@@ -291,10 +302,10 @@ def test_chat_keeps_the_conversation_and_its_cache(run: Run) -> None:
     assert "cached" in result.stderr
 
 
-def test_chat_ends_with_its_input_and_survives_a_full_context(run: Run) -> None:
+def test_chat_ends_with_its_input_and_survives_a_full_context(folder: str, run: Run) -> None:
     stdin = f"{'long ' * 60}\nHi\n"
     options = ("--context", "40", "--max-new-tokens", "4", *GREEDY)
-    result = run("chat", BUNDLED, *options, stdin=stdin)
+    result = run("chat", folder, *options, stdin=stdin)
     assert result.exit_code == 1
     assert "the context is 40" in result.stderr
     assert len(result.stdout.splitlines()) >= 1  # the second line was answered
@@ -302,24 +313,24 @@ def test_chat_ends_with_its_input_and_survives_a_full_context(run: Run) -> None:
 
 @pytest.mark.parametrize("name", ["some/model", "address"])
 def test_a_model_is_run_from_the_hub(
-    run: Run, hub: HubServer, monkeypatch: pytest.MonkeyPatch, name: str
+    folder: str, run: Run, hub: HubServer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    hub.add("some/model", Path(BUNDLED))
+    hub.add("some/model", Path(folder))
     monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
     place = f"{hub.endpoint}/some/model/tree/main" if name == "address" else name
     result = run(place, "Once", "--raw", "--json", "--max-new-tokens", "2", "--device", "cpu")
     assert result.exit_code == 0, result.stderr
-    local = run(BUNDLED, "Once", "--raw", "--json", "--max-new-tokens", "2", "--device", "cpu")
+    local = run(folder, "Once", "--raw", "--json", "--max-new-tokens", "2", "--device", "cpu")
     ids = [json.loads(each.stdout)["prompt_token_ids"] for each in (result, local)]
     assert ids[0] == ids[1]
 
 
-def test_load_takes_a_hub_id(hub: HubServer) -> None:
-    hub.add("some/model", Path(BUNDLED))
+def test_load_takes_a_hub_id(folder: str, hub: HubServer) -> None:
+    hub.add("some/model", Path(folder))
     greedy = lowbit.SamplingParams()
     found, local = (
         lowbit.load(name, device="cpu").generate("Hi", max_new_tokens=2, sampling=greedy)
-        for name in ("some/model", BUNDLED)
+        for name in ("some/model", folder)
     )
     assert found.token_ids == local.token_ids
     with pytest.raises(lowbit.LowbitError, match="neither a folder nor a model on the Hub"):
@@ -327,17 +338,17 @@ def test_load_takes_a_hub_id(hub: HubServer) -> None:
 
 
 def test_options_reach_the_chat_that_begins_in_a_terminal(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    folder: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[dict[str, Any]] = []
     monkeypatch.setattr("lowbit.runtime.cli.generate._in_terminal", lambda: True)
     monkeypatch.setattr(chat, "callback", lambda **options: said.append(options))
-    assert run(BUNDLED, "--system", "x", "--top-k", "3", "--context", "9").exit_code == 0
+    assert run(folder, "--system", "x", "--top-k", "3", "--context", "9").exit_code == 0
     assert [said[0][key] for key in ("name", "system", "top_k", "context", "url", "history")] == [
-        *(BUNDLED, "x", 3, 9, None, True)
+        *(folder, "x", 3, 9, None, True)
     ]
     for other in ("--raw", "--json"):  # with these a prompt is read from stdin
-        assert "the prompt is empty" in run(BUNDLED, other).stderr
+        assert "the prompt is empty" in run(folder, other).stderr
     assert len(said) == 1
 
 
@@ -349,17 +360,17 @@ def test_neither_a_folder_nor_a_hub_id(run: Run, name: str) -> None:
     assert "hint: " in result.stderr
 
 
-def test_a_mistyped_command_is_pointed_out(run: Run) -> None:
-    result = run("chatt", BUNDLED)
+def test_a_mistyped_command_is_pointed_out(folder: str, run: Run) -> None:
+    result = run("chatt", folder)
     assert result.exit_code == 2
     assert "did you mean the command 'chat'?" in result.stderr
 
 
-def test_weights_that_are_not_quantized_are_pointed_out(run: Run) -> None:
+def test_weights_that_are_not_quantized_are_pointed_out(folder: str, run: Run) -> None:
     options = ("Once", "--raw", "-n", "1", *GREEDY)
     words = "--quantize int4 makes them smaller and faster"
-    assert words in run(BUNDLED, *options).stderr
-    assert words not in run(BUNDLED, *options, "--quantize", "int8").stderr
+    assert words in run(folder, *options).stderr
+    assert words not in run(folder, *options, "--quantize", "int8").stderr
 
 
 def test_short_help(run: Run) -> None:
@@ -367,17 +378,19 @@ def test_short_help(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("options", "expected"), [((), 1), (("--threads", "2"), 2)])
-def test_small_models_run_on_one_thread(run: Run, options: tuple[str, ...], expected: int) -> None:
+def test_small_models_run_on_one_thread(
+    folder: str, run: Run, options: tuple[str, ...], expected: int
+) -> None:
     torch.set_num_threads(2)
     result = run(
-        BUNDLED, "Once", "--raw", "--max-new-tokens", "2", "--device", "cpu", "--json", *options
+        folder, "Once", "--raw", "--max-new-tokens", "2", "--device", "cpu", "--json", *options
     )
     assert result.exit_code == 0, result.stderr
     assert torch.get_num_threads() == expected
 
 
-def test_chat_explains_itself(run: Run) -> None:
-    result = run("chat", BUNDLED, "--device", "cpu", stdin="/help\n/exit\n")
+def test_chat_explains_itself(folder: str, run: Run) -> None:
+    result = run("chat", folder, "--device", "cpu", stdin="/help\n/exit\n")
     assert result.exit_code == 0, result.stderr
     assert result.stderr.count("/undo ") == 1
     assert result.stdout == ""

@@ -13,15 +13,16 @@ from lowbit.runtime.cli.main import main
 from lowbit.runtime.cli.prompts import keep_answers, read_prompts
 from lowbit.runtime.conversation.chat import AnswerSettings
 from lowbit.runtime.engine.runner import Runner
+from tests.short_models import WHOLE_VOCABULARY, Shorten
 
-BUNDLED = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
 LINES: list[dict[str, Any]] = [
     {"id": 1, "prompt": "Once upon a time", "raw": True, "temperature": 0},
     {"id": "chat", "messages": [{"role": "user", "content": "Hi"}], "temperature": 1, "seed": 3},
     {"id": "short", "prompt": "Hi", "max_new_tokens": 3, "temperature": 0},
-    {"id": "stop", "prompt": "Once upon a time", "raw": True, "stop": "girl", "temperature": 0},
+    {"id": "stop", "prompt": "Once upon a time", "raw": True, "stop": "then", "temperature": 0},
 ]
 Run = Callable[..., Result]
+Alone = Callable[..., dict[str, Any]]
 
 
 def write(path: Path, lines: list[Any]) -> Path:
@@ -33,25 +34,37 @@ def read(text: str) -> dict[Any, dict[str, Any]]:
     return {row["id"]: row for row in map(json.loads, text.splitlines())}
 
 
+@pytest.fixture(scope="module")
+def folder(shorten: Shorten) -> str:
+    """Two layers of the bundled model, with all of its tokens."""
+    return str(shorten("tiny-qwen3", WHOLE_VOCABULARY))
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(folder: str, tmp_path: Path) -> Run:
     """Answer lines; further arguments are options."""
 
     def invoke(lines: list[Any], *options: object) -> Result:
         prompts = write(tmp_path / "prompts.jsonl", lines)
-        arguments = [BUNDLED, "--prompts", prompts, "--device", "cpu", *options]
+        arguments = [folder, "--prompts", prompts, "--device", "cpu", *options]
         return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
     return invoke
 
 
-def alone(*arguments: object) -> dict[str, Any]:
-    command = [BUNDLED, "--json", "--device", "cpu", *arguments]
-    found: dict[str, Any] = json.loads(CliRunner().invoke(main, list(map(str, command))).stdout)
-    return found
+@pytest.fixture
+def alone(folder: str) -> Alone:
+    """The answer to a prompt alone, as JSON; all arguments are those of the command."""
+
+    def answer(*arguments: object) -> dict[str, Any]:
+        command = [folder, "--json", "--device", "cpu", *arguments]
+        found: dict[str, Any] = json.loads(CliRunner().invoke(main, list(map(str, command))).stdout)
+        return found
+
+    return answer
 
 
-def test_each_line_is_answered_as_it_would_be_alone(run: Run) -> None:
+def test_each_line_is_answered_as_it_would_be_alone(run: Run, alone: Alone) -> None:
     done = run(LINES, "--max-new-tokens", 12, "--json")
     assert done.exit_code == 0, done.output
     found = read(done.stdout)
@@ -62,7 +75,7 @@ def test_each_line_is_answered_as_it_would_be_alone(run: Run) -> None:
         1: alone("Once upon a time", "--raw", *greedy, 12),
         "chat": alone("Hi", "--temperature", 1, "--seed", 3, "--max-new-tokens", 12),
         "short": alone("Hi", *greedy, 3),
-        "stop": alone("Once upon a time", "--raw", "--stop", "girl", *greedy, 12),
+        "stop": alone("Once upon a time", "--raw", "--stop", "then", *greedy, 12),
     }
     for id, row in expected.items():
         for key in ("token_ids", "prompt_token_ids", "text", "finish_reason", "schema", "device"):
@@ -148,8 +161,8 @@ def test_a_failing_line_does_not_hold_the_others_up(run: Run) -> None:
     assert "2 answered, 5 failed" in done.stderr
 
 
-def test_sequences_without_a_file_of_prompts_are_refused() -> None:
-    done = CliRunner().invoke(main, [str(BUNDLED), "Hi", "--sequences", "16"])
+def test_sequences_without_a_file_of_prompts_are_refused(folder: str) -> None:
+    done = CliRunner().invoke(main, [folder, "Hi", "--sequences", "16"])
     assert done.exit_code == 2
     assert "--sequences is for --prompts" in done.stderr
 
@@ -161,7 +174,7 @@ def test_so_many_sequences_are_not_run_together(run: Run, count: str) -> None:
     assert "--sequences" in done.stderr
 
 
-def test_text_goes_to_stdout_and_the_rest_to_stderr(run: Run) -> None:
+def test_text_goes_to_stdout_and_the_rest_to_stderr(run: Run, alone: Alone) -> None:
     done = run(LINES[:1], "--max-new-tokens", 5)
     assert (
         done.stdout
@@ -275,8 +288,8 @@ def test_bad_files(run: Run, tmp_path: Path) -> None:
         ("--prompts", "p", "--out", "x", "--json"),
     ],
 )
-def test_options_that_exclude_each_other(options: tuple[str, ...]) -> None:
-    done = CliRunner().invoke(main, [BUNDLED, *options])
+def test_options_that_exclude_each_other(folder: str, options: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(main, [folder, *options])
     assert done.exit_code == 2
     assert "Usage:" in done.stderr
 
