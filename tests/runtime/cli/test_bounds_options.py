@@ -12,19 +12,25 @@ from lowbit.runtime.cli.main import main
 from lowbit.runtime.cli.prompts import PromptLine
 from lowbit.runtime.conversation.chat import AnswerSettings
 from tests.lanes import in_commands
+from tests.short_models import WHOLE_VOCABULARY, Shorten
 
-BUNDLED = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
 SCHEMA = {"type": "array", "items": {"enum": [1, "b"]}, "minItems": 1, "maxItems": 3}
 HOT = ("--temperature", "2", "--seed", "4", "--device", "cpu")
 Run = Callable[..., Result]
 
 
+@pytest.fixture(scope="module")
+def folder(shorten: Shorten) -> str:
+    """Two layers of the bundled model, with all of its tokens."""
+    return str(shorten("tiny-qwen3", WHOLE_VOCABULARY))
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(folder: str, tmp_path: Path) -> Run:
     def invoke(command: str, *options: object, schema: Any = SCHEMA, stdin: str = "") -> Result:
         path = tmp_path / "schema.json"
         path.write_text(schema if isinstance(schema, str) else json.dumps(schema))
-        words = (command, BUNDLED, *options, "--json-schema", path)
+        words = (command, folder, *options, "--json-schema", path)
         return CliRunner().invoke(main, list(map(str, words)), input=stdin)
 
     return invoke
@@ -102,8 +108,8 @@ def test_bad_schemas(run: Run, schema: Any) -> None:
     assert ("cannot be read as JSON" in done.stderr) == (schema in ("{", '{"a": 1, "a": 2}'))
 
 
-def test_raw_text_has_no_reasoning_to_end() -> None:
-    options = (BUNDLED, "Hi", "--raw", "--max-thinking-tokens", "3")
+def test_raw_text_has_no_reasoning_to_end(folder: str) -> None:
+    options = (folder, "Hi", "--raw", "--max-thinking-tokens", "3")
     assert CliRunner().invoke(main, options).exit_code == 2
 
 
