@@ -16,8 +16,8 @@ from lowbit.runtime.engine.stats import CHANCE, PAYING, OfSource, Source, Tally
 from lowbit.runtime.serve.logs import Line
 from tests.drafters import write_drafter
 from tests.runtime.serve.conftest import NAME, running
+from tests.short_models import Shorten
 
-TARGET = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3.5")
 ANSWER = ("--temperature", "0", "--device", "cpu", "--max-new-tokens", "200")
 LIKE_CHANCE = "is right as rarely as by chance, "
 Run = Callable[..., Result]
@@ -93,6 +93,11 @@ def test_copies_that_are_right_hide_no_drafter() -> None:
     assert line.startswith(f"the model's head for multi-token prediction {LIKE_CHANCE}3 of 203 ")
 
 
+@pytest.fixture(scope="module")
+def target(shorten: Shorten) -> str:
+    return str(shorten("tiny-qwen3.5"))
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A drafter of random weights, in a folder whose name drives a terminal.
@@ -100,7 +105,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Of an answer few drafts are checked, since they do not pay, so less must be enough here.
     """
     monkeypatch.setattr("lowbit.runtime.engine.stats.EVIDENCE", 1.0)
-    write_drafter(tmp_path / "own\x1b[31m")
+    section = {"mask_token_id": 1000, "target_layer_ids": [0]}
+    write_drafter(tmp_path / "own\x1b[31m", dflash_config=section, num_target_layers=2)
     return tmp_path / "own\x1b[31m"
 
 
@@ -120,28 +126,28 @@ def check(done: Result) -> None:
 
 @pytest.mark.commands
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_an_answer_names_a_wrong_drafter(run: Run, options: tuple[str, ...]) -> None:
-    done = run(TARGET, "Once upon a time", "--raw", *ANSWER, *options)
+def test_an_answer_names_a_wrong_drafter(target: str, run: Run, options: tuple[str, ...]) -> None:
+    done = run(target, "Once upon a time", "--raw", *ANSWER, *options)
     check(done)
     if options:
         assert json.loads(done.stdout)["speculation"]["like_chance"] == ["drafter"]
 
 
 @pytest.mark.commands
-def test_a_chat_names_it_once(run: Run) -> None:
-    check(run("chat", TARGET, *ANSWER, stdin="Tell a story.\n" * 3))
+def test_a_chat_names_it_once(target: str, run: Run) -> None:
+    check(run("chat", target, *ANSWER, stdin="Tell a story.\n" * 3))
 
 
 @pytest.mark.commands
-def test_a_file_of_prompts_names_it_once(run: Run, tmp_path: Path) -> None:
+def test_a_file_of_prompts_names_it_once(target: str, run: Run, tmp_path: Path) -> None:
     prompts = tmp_path / "in.jsonl"
     lines = [{"id": n, "prompt": f"{n} birds", "raw": True} for n in range(3)]
     prompts.write_text("\n".join(map(json.dumps, lines)))
-    check(run(TARGET, "--prompts", str(prompts), *ANSWER))
+    check(run(target, "--prompts", str(prompts), *ANSWER))
 
 
-def test_a_server_logs_it_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = load(TARGET, device="cpu", context=256, speculate="dflash", drafter=folder)
+def test_a_server_logs_it_once(target: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = load(target, device="cpu", context=256, speculate="dflash", drafter=folder)
     body = {"model": NAME, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 24}
     with running(model) as server:
         for _ in range(3):
