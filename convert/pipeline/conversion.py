@@ -1,7 +1,7 @@
 """A planned conversion, carried out: from the original to a packed folder in its place."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,6 +14,14 @@ from lowbit.convert.measure.weights import WeightQuality, quality_rows
 from lowbit.convert.original.progress import Meter, Note, Progress, silent, unsaid
 from lowbit.convert.original.rotation import rotation_bytes
 from lowbit.convert.original.runnable import check_can_run
+from lowbit.convert.pipeline.beside import (
+    LayerWriter,
+    QuietMeter,
+    Write,
+    blocks_beside,
+    hides_writing,
+    writing_memory,
+)
 from lowbit.convert.pipeline.draft_head import (
     choose_draft_rows,
     make_draft_head,
@@ -28,6 +36,7 @@ from lowbit.convert.pipeline.folder import (
     generated_files,
     prepare_shards,
     put_in_place,
+    sync,
     working_folder,
 )
 from lowbit.convert.pipeline.journal import CompletedStep, Journal
@@ -36,7 +45,7 @@ from lowbit.convert.pipeline.stream import Blocks, stream
 from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.plan import Plan, TensorPlan, source_rows
 from lowbit.convert.quantize.session import CalibrationRequest, Session
-from lowbit.convert.quantize.store import LayerError
+from lowbit.convert.quantize.store import Calibrated, LayerError
 from lowbit.convert.texts.token_counts import Vocabulary
 from lowbit.formats.draft_head import DRAFT_FILE, draft_head_bytes
 from lowbit.formats.errors import CheckpointError, ResourceError
@@ -96,6 +105,7 @@ class Job:
     plan: Plan  # made of them
     device: torch.device
     block_elements: int  # weights that are quantized at a time
+    rotated_bytes: int  # of RAM, that matrices with mixed rows take beside the blocks
     small_files: Sequence[str]  # names of the files that are passed through
     vocabulary: Vocabulary | None  # tokens of the draft head; None without one
     session: Session | None  # the calibration, its text read; None for round-to-nearest
@@ -138,7 +148,8 @@ def prepare(
     if plan.method.calibrated:
         check_can_run(source.folder, source.config)
         session = Session(plan, source, calibration.read(source.folder, device), device)
-    return Job(location, source, plan, device, elements, small_files, vocabulary, session)
+    blocks = elements, rotated_bytes
+    return Job(location, source, plan, device, *blocks, small_files, vocabulary, session)
 
 
 @disk_errors(AGAIN)
@@ -176,16 +187,26 @@ def carry_out(
         prepare_shards(plan, partial)
         if journal.damaged:
             note(f"! the journal in `{partial}` is damaged: what it lost is made again")
-        calibrated = None if session is None else session.run(partial, on_progress, note)
         kept = _still_valid(journal, plan, checkpoint, partial, on_progress, note)
-        todo = [number for number in range(len(plan.steps)) if number not in kept]
         total = sum(step.source.nbytes for step in plan.steps)
         done = sum(plan.steps[number].source.nbytes for number in kept)
-        advance = Meter(on_progress, "convert", total, done).add
-        stream(
-            *(plan, checkpoint, partial, journal.append, todo),
-            *(Blocks(job.block_elements, target), advance, calibrated),
-        )
+        meter = QuietMeter(on_progress, "convert", total, done)
+
+        def write(steps: Iterable[int], blocks: Blocks, linears: Calibrated | None) -> None:
+            append = journal.append
+            stream(plan, checkpoint, partial, append, steps, blocks, meter.add, linears)
+
+        calibrated = None
+        if session is not None:
+            with LayerWriter(
+                plan, journal, meter, _writing(job, session, partial, write)
+            ) as layers:
+                calibrated = session.run(partial, on_progress, note, layers.finished)
+            kept -= layers.redone
+        meter.speak()
+        over = {row.step for row in journal.finished}
+        todo = [number for number in range(len(plan.steps)) if number not in over]
+        write(todo, Blocks(job.block_elements, target), calibrated)
         finished = sorted(journal.finished, key=lambda row: row.step)
         if job.vocabulary is not None:
             head = make_draft_head(plan, checkpoint, job.vocabulary.ids, target)
@@ -205,6 +226,29 @@ def carry_out(
         resumed=len(kept),
         seconds=time.monotonic() - started,
     )
+
+
+def _writing(
+    job: Job,
+    session: Session,
+    folder: Path,
+    write: Callable[[Sequence[int], Blocks, Calibrated | None], None],
+) -> Write | None:
+    """A function that writes steps beside the calibration; None where they wait for its end.
+
+    Each time the shards are synced, or a disk would begin with them when all is done.
+    """
+    writing = writing_memory(job.block_elements, job.rotated_bytes)
+    if not hides_writing(job.device, session.memory(), writing):
+        return None
+    blocks = blocks_beside(job.block_elements, job.device)
+
+    def write_synced(steps: Sequence[int], linears: Calibrated | None) -> None:
+        write(steps, blocks, linears)
+        for shard in job.plan.shards:
+            sync(folder / shard.file)
+
+    return write_synced
 
 
 def _weight_rows(plan: Plan, finished: list[CompletedStep]) -> tuple[WeightQuality, ...]:
@@ -230,7 +274,8 @@ def _still_valid(
     The journal forgets the others, which are then done again.
     """
     infos = {info.name: info for shard in plan.shards for info in shard.tensors}
-    known = [row for row in journal.finished if row.step in range(len(plan.steps))]
+    last = {row.step: row for row in journal.finished}  # a step may have been done again
+    known = [row for row in last.values() if row.step in range(len(plan.steps))]
     total = sum(plan.steps[row.step].source.nbytes for row in known)
     meter = Meter(on_progress, "check", total)
     kept: dict[int, CompletedStep] = {}

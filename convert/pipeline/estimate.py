@@ -9,6 +9,7 @@ import torch
 
 from lowbit.convert.budget.target import TargetChoice
 from lowbit.convert.original.rotation import rotation_bytes, why_not_rotated
+from lowbit.convert.pipeline.beside import both, hides_writing, writing_memory
 from lowbit.convert.pipeline.folder import check_small_files, name_of_copy, passed_through
 from lowbit.convert.pipeline.predicted_size import SourceFiles, files_of
 from lowbit.convert.plan.calibration_cost import (
@@ -218,22 +219,36 @@ def open_headers(source: str, revision: str | None) -> tuple[Checkpoint, SourceF
 
 
 def conversion_memory(ahead: Estimate) -> Memory:
-    """Peak memory of a whole conversion: of its blocks, its calibration, or the costs of bits."""
-    taken = [Memory(blocks_ram(ahead.plan, ahead.device), 0, 0), ahead.of(ahead.method).memory]
+    """Peak memory of a whole conversion.
+
+    Of its blocks, of its calibration with the writing beside it, or of the costs of bits.
+    """
+    calibration = ahead.of(ahead.method).memory
+    if calibration is not None:
+        writing = writing_memory(*_blocks(ahead.plan, ahead.device))
+        if hides_writing(ahead.device, calibration, writing):
+            calibration = both(calibration, writing)
+    taken = [Memory(blocks_ram(ahead.plan, ahead.device), 0, 0), calibration]
     if ahead.effort is not None:
         taken.append(ahead.effort.costs_memory)
     needs = [need for need in taken if need is not None]
     return Memory(max(need.ram for need in needs), max(need.gpu for need in needs), 0)
 
 
-def blocks_ram(plan: Plan, device: torch.device) -> int:
-    """Resident bytes of a conversion in blocks, on a GPU at most."""
+def _blocks(plan: Plan, device: torch.device) -> tuple[int, int]:
+    """Weights of a block, and bytes of RAM that matrices with mixed rows take beside them."""
     tensors = {step.source.name: step.source for step in plan.steps}
     rotated_bytes = rotation_bytes(plan.rotated, tensors, device.type)
-    elements = block_elements(None, core_count(), device, rotated_bytes)
+    return block_elements(None, core_count(), device, rotated_bytes), rotated_bytes
+
+
+def blocks_ram(plan: Plan, device: torch.device) -> int:
+    """Resident bytes of a conversion in blocks, on a GPU at most."""
+    elements, rotated_bytes = _blocks(plan, device)
     if device.type == "cuda":
         return peak_estimate(elements, core_count(), rotated_bytes, device.type)
-    sizes = [math.prod(info.shape) for info in tensors.values()]
+    sources = {step.source.name: step.source for step in plan.steps}
+    sizes = [math.prod(info.shape) for info in sources.values()]
     base = BASE_BYTES if plan.method.calibrated else LIBRARIES_BYTES
     return expected_blocks_bytes(sizes, elements, core_count(), rotated_bytes, base)
 

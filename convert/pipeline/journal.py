@@ -56,6 +56,10 @@ class Journal:
         self._file.flush()
         self.finished.append(finished)
 
+    def forget(self, steps: Collection[int]) -> None:
+        """Do not count steps as finished; what is recorded of one later counts again."""
+        self.finished[:] = [row for row in self.finished if row.step not in steps]
+
 
 @contextmanager
 def open_journal(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +47,8 @@ class Blocks:
 
     elements: int  # weights that are quantized at a time
     device: torch.device
+    workers: int | None = None  # threads that quantize; a core each where left out
+    stream: torch.cuda.Stream | None = None  # that a GPU works in; the usual one where left out
 
 
 @dataclass(slots=True)
@@ -111,7 +112,7 @@ def stream(
         }
         stack.enter_context(_one_thread_an_operation())
         reader, hasher, writer = (stack.enter_context(_Pool(1)) for _ in range(3))
-        workers = stack.enter_context(_Pool(core_count()))
+        workers = stack.enter_context(_Pool(blocks.workers or core_count()))
         writes: deque[Future[None]] = deque()
 
         def put(made: _Made) -> None:
@@ -133,14 +134,12 @@ def stream(
         read = _overlap(reader, lambda task: _read(source, task), tasks)
         hashed = _overlap(hasher, _hash_source, read)
         rule = plan.recipe.rule
-        make = partial(
-            _make,
-            source=source,
-            rule=rule,
-            device=blocks.device,
-            calibrated=calibrated,
-            rotation=Rotation(source, plan.rotated),
-        )
+        rotation = Rotation(source, plan.rotated)
+
+        def make(block: _Block) -> _Made:
+            with torch.cuda.stream(blocks.stream):  # of this thread; none leaves the usual one
+                return _make(block, source, rule, blocks.device, calibrated, rotation)
+
         for made in _overlap(workers, make, hashed):
             writes.append(writer.submit(put, made))
             while len(writes) > READ_AHEAD:

@@ -14,9 +14,10 @@ from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
 from lowbit.convert.plan.calibration_cost import Windows, shapes_of
 from lowbit.convert.plan.calibration_memory import calibration_memory, check_calibration
+from lowbit.convert.plan.memory import Memory
 from lowbit.convert.plan.plan import Plan
 from lowbit.convert.quantize.calibrate import calibrate
-from lowbit.convert.quantize.store import Calibrated, Store
+from lowbit.convert.quantize.store import Calibrated, Finished, Store, ignored
 from lowbit.convert.quantize.windows import shuffled
 from lowbit.convert.texts.calibration import CalibrationText, read_calibration
 from lowbit.formats.layout.manifest import Calibration
@@ -74,29 +75,40 @@ class Session:
         content = [self.plan.digest(), asdict(self.record), tokens]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
+    def memory(self) -> Memory:
+        """Peak memory of the calibration."""
+        shapes = shapes_of(self.source.config, self.plan.schemes, self.source.tensors)
+        method, device = self.plan.method, self.device.type
+        windows = Windows(*self.text.samples.shape)
+        return calibration_memory(shapes, method, windows, device, torch.get_num_threads())
+
     def check_memory(self) -> None:
         """Refuse a calibration that does not fit.
 
         Raises:
             ResourceError: it takes more memory than is free.
         """
-        windows = Windows(*self.text.samples.shape)
-        shapes = shapes_of(self.source.config, self.plan.schemes, self.source.tensors)
-        method, device = self.plan.method, self.device.type
-        need = calibration_memory(shapes, method, windows, device, torch.get_num_threads())
-        check_calibration(need, windows, device)
+        check_calibration(self.memory(), Windows(*self.text.samples.shape), self.device.type)
 
-    def run(self, folder: Path, progress: Progress, note: Note = unsaid) -> Calibrated:
+    def run(
+        self,
+        folder: Path,
+        progress: Progress,
+        note: Note = unsaid,
+        on_finished: Finished = ignored,
+    ) -> Calibrated:
         """Choose all codes, keeping finished layers in `folder`.
 
         Args:
             folder: where the conversion is built.
             note: told of layers that an earlier run kept and that are not used.
+            on_finished: given each layer, and the head, when its file is there, in some thread;
+                what it raises ends the calibration.
 
         Raises:
             LowbitError: the source cannot be read or calibrated.
         """
-        store = Store(folder, note)
+        store = Store(folder, note, on_finished)
         weights = Weights(self.source, None)
         if self.plan.method.rotate:
             weights = weights.rotated()

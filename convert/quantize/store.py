@@ -7,7 +7,7 @@ calibrated again. Codes are kept packed.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -69,6 +69,15 @@ class Calibrated:
         return unpack(words, scheme.bits, K), scale
 
 
+# Takes the linears of a layer, or of the head, once their file is there, and if they are new: an
+# earlier run left them else.
+Finished = Callable[[Calibrated, bool], None]
+
+
+def ignored(linears: Calibrated, is_new: bool) -> None:
+    """Leave all linears to `Store.finished`."""
+
+
 @dataclass(slots=True)
 class Store:
     """Calibrated linears in a folder.
@@ -78,6 +87,7 @@ class Store:
 
     folder: Path  # where the conversion is built
     note: Note  # told of files that are there and are not used
+    on_finished: Finished = ignored
     _identities: dict[str, str] = field(default_factory=dict)  # of the files of this run, by name
 
     def save(
@@ -98,6 +108,8 @@ class Store:
         facts = {"columns": columns, "error": error and asdict(error)}
         write_sealed(self._path(name), tensors, facts, f"{identity} {name}")
         self._identities[name] = identity
+        if self.on_finished is not ignored:
+            self.on_finished(_calibrated([self._read_back(name)]), True)
 
     def load(
         self, name: str, identity: str, schemes: Mapping[str, Scheme]
@@ -115,6 +127,7 @@ class Store:
         for module, K in file.facts["columns"].items():
             codes = unpack(file.content.read(f"{module}.codes"), schemes[module].bits, K)
             linears[module] = QuantizedLinear(codes, file.content.read(f"{module}.scale"))
+        self.on_finished(_calibrated([file]), False)
         return linears
 
     def finished(self) -> Calibrated:
@@ -123,16 +136,8 @@ class Store:
         Raises:
             ResourceError: the disk returns other bytes than this run has written or read.
         """
-        files: dict[str, Checkpoint] = {}
-        errors: list[LayerError] = []
-        names = sorted(self._identities)
         with ThreadPoolExecutor(core_count()) as pool:
-            for file in pool.map(self._read_back, names):
-                files |= dict.fromkeys(file.facts["columns"], file.content)
-                if (error := file.facts["error"]) is not None:
-                    tokens = tuple(error["expert_tokens"])
-                    errors.append(LayerError(**{**error, "expert_tokens": tokens}))
-        return Calibrated(files, tuple(sorted(errors, key=lambda row: row.layer)))
+            return _calibrated(pool.map(self._read_back, sorted(self._identities)))
 
     def _read_back(self, name: str) -> Sealed:
         path = self._path(name)
@@ -146,6 +151,18 @@ class Store:
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{PREFIX}{name}.safetensors"
+
+
+def _calibrated(files: Iterable[Sealed]) -> Calibrated:
+    """The linears of some layers' files."""
+    modules: dict[str, Checkpoint] = {}
+    errors: list[LayerError] = []
+    for file in files:
+        modules |= dict.fromkeys(file.facts["columns"], file.content)
+        if (error := file.facts["error"]) is not None:
+            tokens = tuple(error["expert_tokens"])
+            errors.append(LayerError(**{**error, "expert_tokens": tokens}))
+    return Calibrated(modules, tuple(sorted(errors, key=lambda row: row.layer)))
 
 
 def extended(identity: str, source: Checkpoint, names: Iterable[str]) -> str:
