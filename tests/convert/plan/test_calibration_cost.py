@@ -45,8 +45,9 @@ def test_a_report_passes_windows_and_sums_logits(small_config: Config) -> None:
     each = found.weights + 384 * 128
     flops = 2 * 30 * (each + 2 * 2 * 128 * 10) + 2 * 40 * (each + 2 * 2 * 128 * 40)
     sums = 70 * 384 * 1e-8
-    for device, units, cores in (("cpu", 4, 4), ("cuda", 132, 50)):  # a GPU's is 1 / 50 of a core's
-        expected = pytest.approx(flops / 1e9 + sums / cores)
+    # Sums of a GPU take 1 / 50 of a core's time, products 4 / 3 of a calibration's.
+    for device, units, cores, rate in (("cpu", 4, 4, 1e9), ("cuda", 132, 50, 0.75e9)):
+        expected = pytest.approx(flops / rate + sums / cores)
         assert cost.report_seconds(found, passed, 70, device, units, 1e9) == expected
 
 
@@ -98,6 +99,33 @@ def test_calls_are_counted_until_the_time_is_over() -> None:
     made = []
     assert calls_a_second(lambda: made.append(1), 0.05, lambda: next(times)) == 3 / 0.08
     assert len(made) == 3
+    times = iter([0.0, 0.03, 0.04, 0.08])  # the second has the machine for itself
+    assert calls_a_second(lambda: None, 0.05, lambda: next(times), fastest=True) == pytest.approx(
+        100
+    )
+
+
+def test_parts_of_an_8b_on_an_h200_are_those_that_were_measured(small_config: Config) -> None:
+    """Within a sixth: costs 77 s, calibration 98, writing 42, the report 99 (LOG.md)."""
+    config = small_config | {
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
+    table = tensor_table(config)
+    found, method = shapes_of(config, Recipe().schemes(table)), Method("gptq", rotate=True)
+    rate = cost.SHARE["cuda"] * 4e14
+    costs = cost.costs_flops(found, 4 * 36 + 1, Windows(64, 512), Windows(8, 512)) / rate
+    calibration = calibration_flops(found, method, Windows(256, 512)) / rate
+    rounding = cost.rounding_seconds(found.weights + found.vocabulary * 4096, "cuda", 132)
+    passed = (Windows(512, 512), Windows(512, 512), Windows(8, 2048), Windows(8, 2048))
+    report = cost.report_seconds(found, passed, 278_528, "cuda", 132, rate)
+    for expected, measured in ((costs, 77), (calibration, 98), (rounding, 42), (report, 99)):
+        assert expected == pytest.approx(measured, rel=1 / 6)
 
 
 def test_the_rate_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
