@@ -40,7 +40,7 @@ from lowbit.formats.layout.scheme import Scheme
 
 PASSES = {"rtn": 1.0, "weighted": 1.0, "gptq": 4.3}  # of the layers, by how codes are chosen
 MOMENTS = 4  # K^2 operations a token
-SOLVE = 19  # N K^2 operations
+SOLVE = 16  # N K^2 operations
 STEP_TOKENS = 2048  # B, of a step of autoround
 AUTOROUND_STEPS = 200
 # Shares of the rate of plain products, which is measured: costs and calibration of an 8B are 2.1e16

@@ -33,8 +33,8 @@ AUTOROUND_BYTES = 16  # a weight more: positions, gradients, their squares
 SQUARES = 10  # K x K matrices in FP32: sums, also of windows held out, damped, ordered, factors
 SUMS = 4  # of them, which are there while the products of batches are added up
 # For each weight of the linears that are solved together: their rows, target, rest, steps, codes,
-# slope and copies; 24.6 to 29.5 were measured, H and U included.
-SOLVE_BYTES = 32
+# slope and copies, 24.6 to 29.5 of which were measured, H and U included; and H times the target.
+SOLVE_BYTES = 36
 NORMAL_ELEMENTS = 1 << 26  # of the normal equations of the scales of some rows
 NORMAL_BYTES = 12  # for each: equations, factors and a copy
 SMALL_GROUP = 64  # weights that share a scale in those equations

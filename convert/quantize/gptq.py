@@ -109,34 +109,47 @@ def compensated_codes(w: Tensor, scale: Tensor, scheme: Scheme, factor: Factor) 
     return codes.T.contiguous()
 
 
-def refitted_scales(w: Tensor, codes: Tensor, scale: Tensor, factor: Factor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """H w^T of some rows w [N, K], for all codes of theirs, in blocks of rows."""
+
+    blocks: tuple[Tensor, ...]  # [K, rows] float32
+
+    @classmethod
+    def of(cls, w: Tensor, groups: int, factor: Factor) -> "Projected":
+        """Multiply rows; groups: of each, for which equations are solved together."""
+        rows = max(1, NORMAL_ELEMENTS // groups**2)
+        return cls(tuple(factor.H @ part.T for part in torch.split(w, rows)))
+
+
+def refitted_scales(w: Projected, codes: Tensor, scale: Tensor, factor: Factor) -> Tensor:
     """The scales that are best for given codes, by least squares over all groups of a row.
 
     Args:
-        w: [N, K] float32, what to approximate.
+        w: of what to approximate.
         codes: [N, K] int8.
         scale: [N, K/G] bfloat16; kept where the best one would vanish or change its sign.
 
     Returns:
         [N, K/G] bfloat16.
     """
-    rows = max(1, NORMAL_ELEMENTS // scale.shape[1] ** 2)
-    blocks = [slice(start, start + rows) for start in range(0, len(w), rows)]
-    return torch.cat([_refitted(w[b], codes[b], scale[b], factor) for b in blocks])
+    sizes = [block.shape[1] for block in w.blocks]
+    parts = zip(w.blocks, torch.split(codes, sizes), torch.split(scale, sizes), strict=True)
+    return torch.cat([_refitted(*part, factor) for part in parts])
 
 
-def _refitted(w: Tensor, codes: Tensor, scale: Tensor, factor: Factor) -> Tensor:
-    N, K = w.shape
+def _refitted(projected: Tensor, codes: Tensor, scale: Tensor, factor: Factor) -> Tensor:
+    N, K = codes.shape
     groups = scale.shape[1]
     G = K // groups
     H = factor.H
     q = codes.T.to(torch.float32)  # [K, N]
-    normal = torch.empty(groups, groups, N, device=w.device)  # below the diagonal, and on it
+    normal = torch.empty(groups, groups, N, device=q.device)  # below the diagonal, and on it
     for g in range(groups):
         first = g * G
         later = (H[first:, first : first + G] @ q[first : first + G]).mul_(q[first:])
         normal[g:, g] = later.view(groups - g, G, N).sum(1)
-    right = (H @ w.T).mul_(q).view(groups, G, N).sum(1)
+    right = q.mul_(projected).view(groups, G, N).sum(1)
     diagonal = normal.diagonal(dim1=0, dim2=1)  # [N, groups]
     diagonal += RIDGE * diagonal.mean(1, keepdim=True) + TINY  # a group of zeros has no best scale
     lower, failed = torch.linalg.cholesky_ex(normal.permute(2, 0, 1))
@@ -160,11 +173,12 @@ def coordinate_descent(
     steps = _steps(scale, K)
     q = codes.T.to(torch.float32).contiguous()  # [K, N]
     slope = H @ (w.T - q * steps)  # minus half of the objective's gradient
-    for _ in range(SWEEPS):
+    for sweep in range(SWEEPS):
         for start, stop in _blocks(K):
             part = slice(start, stop)
             new = polish(slope[part].clone(), q[part], steps[part], H[part, part], scheme)
-            slope.addmm_(H[:, part], (new - q[part]).mul_(steps[part]), alpha=-1)
+            rest = slice(stop if sweep == SWEEPS - 1 else 0, K)  # columns that are visited again
+            slope[rest].addmm_(H[rest, part], (new - q[part]).mul_(steps[part]), alpha=-1)
             q[part] = new
     return q.T.to(torch.int8).contiguous()
 

@@ -15,6 +15,7 @@ from lowbit.convert.plan.calibration_memory import SOLVED_ROWS
 from lowbit.convert.plan.method import Method
 from lowbit.convert.quantize.gptq import (
     Factor,
+    Projected,
     compensated_codes,
     coordinate_descent,
     factorize,
@@ -60,22 +61,24 @@ def weighted(w: Tensor, scheme: Scheme, rule: ScaleRule, power: Tensor) -> Quant
 
 def compensated(
     w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments, factor: Factor
-) -> tuple[Tensor, QuantizedLinear]:
-    """The start of `gptq`: the weights to approximate, [N, K], and first codes and scales."""
+) -> tuple[Tensor, Projected, QuantizedLinear]:
+    """The start of `gptq`: weights to approximate, [N, K] and projected, first codes and scales."""
     target = moments.target(w, factor)
     search = search_on(w.device, scheme)
     scale = weighted_scales(target, scheme, rule, factor.importance, search)
     codes = compensated_codes(target, scale, scheme, factor)
-    return target, QuantizedLinear(codes, refitted_scales(target, codes, scale, factor))
+    projected = Projected.of(target, scale.shape[1], factor)
+    first = QuantizedLinear(codes, refitted_scales(projected, codes, scale, factor))
+    return target, projected, first
 
 
 def gptq(
     w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments, factor: Factor
 ) -> QuantizedLinear:
     """Quantize the error-corrected target by GPTQ, then by coordinate descent."""
-    target, start = compensated(w, scheme, rule, moments, factor)
+    target, projected, start = compensated(w, scheme, rule, moments, factor)
     codes = coordinate_descent(target, start.codes, start.scale, scheme, factor)
-    return QuantizedLinear(codes, refitted_scales(target, codes, start.scale, factor))
+    return QuantizedLinear(codes, refitted_scales(projected, codes, start.scale, factor))
 
 
 def choose_damping(
@@ -102,7 +105,7 @@ def choose_damping(
     rows = w[:: -(-len(w) // DAMPING_ROWS)]
 
     def error(factor: Factor) -> float:
-        result = compensated(rows, scheme, rule, moments, factor)[1]
+        result = compensated(rows, scheme, rule, moments, factor)[2]
         return heldout.error(rows, result.weight)
 
     least = error(best)

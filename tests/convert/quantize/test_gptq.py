@@ -8,6 +8,7 @@ from torch import Tensor
 from lowbit.convert.quantize import gptq
 from lowbit.convert.quantize.gptq import (
     Factor,
+    Projected,
     compensated_codes,
     coordinate_descent,
     factorize,
@@ -108,7 +109,8 @@ def test_every_step_lowers_the_error(bits: int, group: int | None) -> None:
     plain = quantize(w, scheme)
     scale = weighted_scales(w, scheme, "signed", moments.H.diagonal())
     codes = compensated_codes(w, scale, scheme, factor)
-    refitted = refitted_scales(w, codes, scale, factor)
+    projected = Projected.of(w, scale.shape[1], factor)
+    refitted = refitted_scales(projected, codes, scale, factor)
     polished = coordinate_descent(w, codes, refitted, scheme, factor)
     steps = [
         objective(w, *plain, factor.H),
@@ -150,7 +152,7 @@ def test_refitted_scales_are_the_least_squares_solution() -> None:
     w, x, moments = problem(8, 128)
     codes, scale = quantize(w, INT4)
     factor = factorize(moments.H + 1e-7 * torch.eye(128))
-    found = refitted_scales(w, codes, scale, factor)
+    found = refitted_scales(Projected.of(w, scale.shape[1], factor), codes, scale, factor)
     for row in range(8):
         columns = x.double() * codes[row].double()  # [tokens, K]
         design = columns.view(len(x), 4, 32).sum(-1)
@@ -165,7 +167,7 @@ def test_a_group_of_zeros_keeps_its_scale() -> None:
     w[:, :32] = 0
     codes, scale = quantize(w, INT4)
     factor = factorize(moments.damped(0.01))
-    found = refitted_scales(w, codes, scale, factor)
+    found = refitted_scales(Projected.of(w, scale.shape[1], factor), codes, scale, factor)
     assert torch.equal(found[:, 0], scale[:, 0])
     assert found.isfinite().all()
 
