@@ -94,6 +94,18 @@ def test_same_files(
     assert written[-1][0] == written[-1][1]
 
 
+@pytest.mark.gpu
+def test_same_files_from_a_gpu(
+    tiny: Path, text: Path, hashes: Hashes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for beside_it in (True, False):
+        monkeypatch.setattr(conversion, "hides_writing", lambda *_, it=beside_it: it)
+        done = made(tiny, tmp_path / f"out-{beside_it}", text, device="cuda")
+        found.append(hashes(done.folder))
+    assert found[0] == found[1]
+
+
 def test_layers_are_written_as_they_are_finished(
     inline: None, readable: Path, text: Path, tmp_path: Path
 ) -> None:
