@@ -1,8 +1,9 @@
 """Cost of verifying drafts, and tokens per second by how many are accepted.
 
 Run: python examples/benchmarks/bench_speculation.py [MODEL ...] [--device cpu] [--json]
-A MODEL that `make_random_checkpoint` knows is a model of that shape with random weights, INT4, made
-in place; `tiny` and `3.5-tiny` are the shapes of the bundled models. Anything else is a folder.
+A MODEL that `make_random_checkpoint` knows, or a config.json, is a model of that shape with random
+weights, INT4, made in place; `tiny` and `3.5-tiny` are the shapes of the bundled models. Anything
+else is a folder.
 Without any: 8B and 3.5-4B on a GPU, else the bundled models. One sequence, greedy.
 
   k drafts    rounds with k drafts of which none, half or all are accepted: the drafter knows the
@@ -67,6 +68,7 @@ from lowbit.runtime.lab.machine_speed import settle
 EXAMPLES = Path(__file__).parents[1]
 MODELS = EXAMPLES / "models"
 BUNDLED = {"tiny": "tiny-qwen3", "3.5-tiny": "tiny-qwen3.5"}
+CONFIG = "config.json"
 TEXT = EXAMPLES / "data" / "stories-eval.txt"
 ROWS = ("known", "head", "auto", "copied", "repeat", "block")
 BITS = 4
@@ -353,7 +355,9 @@ def rows_of(bench: Bench, wanted: Sequence[str]) -> tuple[Timed, list[Row]]:
 
 
 def config_by_name(name: str) -> dict[str, Any]:
-    """config.json of a random model; Qwen3.5 has its MTP head."""
+    """config.json of a random model, by its size or path; Qwen3.5 has its MTP head."""
+    if name.endswith(CONFIG):
+        return dict(json.loads(Path(name).read_text("utf-8")))
     if name in BUNDLED:
         return dict(json.loads((MODELS / BUNDLED[name] / "config.json").read_text()))
     head = {"mtp_num_hidden_layers": 1} if name in HYBRID_SIZES else {}
@@ -375,7 +379,7 @@ def new_bench(
     kind: of a random drafter.
     whole: of random weights: drafts are chosen from the whole head, not from DRAFT_ROWS of it.
     """
-    if name in (*SIZES, *HYBRID_SIZES, *BUNDLED):
+    if name in (*SIZES, *HYBRID_SIZES, *BUNDLED) or name.endswith(CONFIG):
         raw = config_by_name(name)
         rows = 0 if whole or read_config(raw).vocab_size <= LARGE_VOCABULARY else DRAFT_ROWS
         engine = engine_of(

@@ -115,11 +115,20 @@ class Truth:
     tokens: Tensor  # by position
     accepted: str  # none, half or all of a round; half of an odd number by turns
     vocabulary: int  # real tokens
+    # by number of drafts, those behind every position: made once, so that a round's one kernel more
+    # is a lookup
+    _tables: dict[int, Tensor] = field(default_factory=dict)
 
     def drafts(self, first: Tensor, k: int) -> Tensor:
         """Drafts behind the positions `first` [B]: [B, k] int64."""
-        places = torch.arange(k, device=first.device)
-        first = first[:, None].long()
+        if k not in self._tables:
+            self._tables[k] = self._all(k)
+        return self._tables[k].index_select(0, first)
+
+    def _all(self, k: int) -> Tensor:
+        """Drafts behind every position that has as many behind it: [T - k, k] int64."""
+        places = torch.arange(k, device=self.tokens.device)
+        first = torch.arange(len(self.tokens) - k, device=self.tokens.device)[:, None]
         drafts = self.tokens[first + 1 + places]
         turn = first * 40_503 // 256 % 2  # as good as random
         right = {"none": 0 * first, "half": (k + turn) // 2, "all": 0 * first + k}
