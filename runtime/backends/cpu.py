@@ -10,9 +10,11 @@ from lowbit.runtime.backends.cpu_experts import mixture
 from lowbit.runtime.backends.cpu_linear import CpuLinear, linear, swiglu_of
 from lowbit.runtime.backends.cpu_linear import rms_norm as rms_norm
 from lowbit.runtime.backends.cpu_sampling import accept as accept
+from lowbit.runtime.backends.cpu_sampling import begin_blocks as begin_blocks
 from lowbit.runtime.backends.cpu_sampling import choose as choose
 from lowbit.runtime.backends.cpu_sampling import join_copies as join_copies
 from lowbit.runtime.backends.cpu_sampling import log_probabilities as log_probabilities
+from lowbit.runtime.backends.cpu_sampling import place_drafts as place_drafts
 from lowbit.runtime.backends.delta_rule import delta_net
 from lowbit.runtime.state.delta import LayerStates
 from lowbit.runtime.state.pages import KVPages

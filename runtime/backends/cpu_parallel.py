@@ -80,6 +80,7 @@ class RankOps:
     choose = staticmethod(cpu.choose)
     log_probabilities = staticmethod(cpu.log_probabilities)
     accept = staticmethod(cpu.accept)
+    place_drafts = staticmethod(cpu.place_drafts)
     head_input = staticmethod(cpu.head_input)
     store_hidden = staticmethod(cpu.store_hidden)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.sampling_ranges import MOST_LOGPROBS
+from lowbit.runtime.state.block_inputs import BlockInputs
 from lowbit.runtime.state.decode_inputs import HIDDEN_RING, DecodeInputs
 from lowbit.runtime.state.host_rings import RING, LogProbabilities
 from lowbit.runtime.state.sampler import (
@@ -159,6 +160,7 @@ def choose(
     token: Tensor,
     ring: Tensor,
     masks: Tensor | None = None,
+    ids: Tensor | None = None,
 ) -> None:
     """Choose the next tokens and leave them in a ring; see `Ops.choose`."""
     shape = sampler.shape
@@ -168,7 +170,7 @@ def choose(
     largest, chosen = scores.max(dim=1)  # NaN counts as the largest
     if shape.candidates != 1:
         chosen = drawn(scores, sampler, rows, positions)
-    token.copy_(chosen)
+    token.copy_(chosen if ids is None else ids[chosen])
     lines = zip(rows.tolist(), positions.tolist(), token.tolist(), largest.tolist(), strict=True)
     for row, position, id, value in lines:
         ring[(position + 1) % RING, row] = id if abs(value) < torch.inf else -1
@@ -215,6 +217,29 @@ def accept(inputs: DecodeInputs, B: int, k: int) -> None:
     step.reads[:B] = writes[here]
     ids[:, 0] = chosen[here]
     positions.copy_(first[:, None] + (1 + right[:, None] + places) * (rows != SCRATCH))
+
+
+def place_drafts(inputs: DecodeInputs, drafts: Tensor, B: int, k: int) -> None:
+    """Put drafts behind the last tokens of a round; see `Ops.place_drafts`."""
+    ids, made = inputs.step.ids[: B * (k + 1)].view(B, k + 1), drafts.shape[1]
+    ids[:, 1 : 1 + made] = drafts
+    ids[:, 1 + made :] = 0
+
+
+def begin_blocks(inputs: DecodeInputs, blocks: BlockInputs, B: int, k: int, made: int) -> None:
+    """Write the inputs of blocks behind the last tokens; see `DraftOps.begin_blocks`."""
+    step, count = inputs.step, B * blocks.size
+    ids, positions, rows = (
+        each[: B * (k + 1)].view(B, k + 1)[:, :1] for each in (step.ids, step.positions, step.rows)
+    )
+    places = torch.arange(blocks.size)
+    blocks.ids[:count] = torch.where(places == 0, ids, blocks.mask).flatten()
+    for of_tokens, of_drafts, each in (
+        (blocks.positions, blocks.draft_positions, positions + places),
+        (blocks.rows, blocks.draft_rows, rows + 0 * places),
+    ):
+        of_tokens[:count] = each.flatten()
+        of_drafts[: B * made] = each[:, :made].flatten()
 
 
 def join_copies(inputs: DecodeInputs, copies: Tensor, copied: Tensor, B: int, k: int) -> None:

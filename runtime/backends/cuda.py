@@ -45,6 +45,8 @@ from lowbit.runtime.kernels.rows import rms_norm as rms_norm
 from lowbit.runtime.kernels.rows import swiglu as swiglu_of
 from lowbit.runtime.kernels.sampling.accept import accept as accept
 from lowbit.runtime.kernels.sampling.choose import choose as choose
+from lowbit.runtime.kernels.sampling.drafts import begin_blocks as begin_blocks
+from lowbit.runtime.kernels.sampling.drafts import place_drafts as place_drafts
 from lowbit.runtime.kernels.sampling.join import join_copies as join_copies
 from lowbit.runtime.kernels.sampling.logprobs import log_probabilities as log_probabilities
 from lowbit.runtime.state.delta import LayerStates

@@ -81,6 +81,7 @@ class RankOps:
     choose = staticmethod(cuda.choose)
     log_probabilities = staticmethod(cuda.log_probabilities)
     accept = staticmethod(cuda.accept)
+    place_drafts = staticmethod(cuda.place_drafts)
     head_input = staticmethod(cuda.head_input)
     store_hidden = staticmethod(cuda.store_hidden)
 

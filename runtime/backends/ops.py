@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from lowbit.runtime.state.block_inputs import BlockInputs
 from lowbit.runtime.state.decode_inputs import DecodeInputs
 from lowbit.runtime.state.delta import LayerStates
 from lowbit.runtime.state.host_rings import LogProbabilities
@@ -131,6 +132,7 @@ class Ops(Protocol[W]):
         token: Tensor,
         ring: Tensor,
         masks: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> None:
         """Choose the next token of several rows and move them on, without waiting.
 
@@ -150,6 +152,8 @@ class Ops(Protocol[W]):
                 the token at position p, or -1 where the row's largest logit is not finite.
             masks: [M] int32, mask of the sampler for each line whose row is masked; None for those
                 of the rows.
+            ids: [V] int64, the token of each column, of a sampler whose shape is not adjusted;
+                None where a column is a token.
         """
 
     def log_probabilities(
@@ -184,6 +188,16 @@ class Ops(Protocol[W]):
             k: drafts of each.
         """
 
+    def place_drafts(self, inputs: DecodeInputs, drafts: Tensor, B: int, k: int) -> None:
+        """Put drafts behind the last token of each sequence of a round, zeros where there are none.
+
+        Args:
+            inputs: of the round; its ids behind the last tokens are written.
+            drafts: [B, k or fewer] int64.
+            B: sequences.
+            k: drafts of each that the round checks.
+        """
+
     def head_input(
         self,
         ids: Tensor,
@@ -211,6 +225,19 @@ class Ops(Protocol[W]):
 
 class DraftOps(Ops[W], Protocol[W]):
     """Operations that a drafter of blocks calls beside these."""
+
+    def begin_blocks(
+        self, inputs: DecodeInputs, blocks: BlockInputs, B: int, k: int, made: int
+    ) -> None:
+        """Write the inputs of a block of each sequence, by its last token in a round.
+
+        Args:
+            inputs: of a round, whose last tokens are read.
+            blocks: [B * size] numbers of tokens and [B * made] of drafts are written.
+            B: sequences.
+            k: drafts of each that the round checks.
+            made: drafts of each that are chosen, fewer than a block has tokens.
+        """
 
     def write_context(self, kv: Tensor, layers: ContextLayers, pages: KVPages, step: Step) -> None:
         """Norm and rotate k, write k and v of several layers to the sequences' pages.

@@ -74,8 +74,7 @@ class DraftOutput(Generic[W]):
             return
         # ids ascend, so that of equal logits the lower token is chosen
         own = replace(sampler, vocabulary=self.candidates)
-        ops.choose(logits, own, rows, positions, token, ring)
-        token.copy_(self.ids_of(token))
+        ops.choose(logits, own, rows, positions, token, ring, ids=self.rows.ids)
 
     @property
     def candidates(self) -> int:

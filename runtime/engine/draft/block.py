@@ -21,6 +21,7 @@ from lowbit.runtime.engine.stats import Source
 from lowbit.runtime.models.architectures import BlockDrafter
 from lowbit.runtime.models.block_head import Choice
 from lowbit.runtime.models.draft_output import DraftOutput, DraftRows
+from lowbit.runtime.state.block_inputs import BlockInputs, new_block_inputs
 from lowbit.runtime.state.decode_inputs import HIDDEN_RING, new_hidden_ring
 from lowbit.runtime.state.host_rings import RING, new_ring, write_rows
 from lowbit.runtime.state.pages import KVPages
@@ -93,8 +94,7 @@ class BlockRounds(MadeRounds):
     """
 
     blocks: Blocks  # of the runner
-    _ids: Tensor = field(init=False)  # [S, size] int32, of blocks: mask tokens but for the first
-    _places: Tensor = field(init=False)  # [size] int32, 0, 1, 2...
+    _block: BlockInputs = field(init=False)  # of a block of each of S sequences
     _starts: Tensor = field(init=False)  # [S + 1] int32, the first token of each block
     _copies: Tensor = field(init=False)  # [S, 2 + COPIED] int32, see `DraftOps.join_copies`
     _copied: Tensor = field(init=False)  # [RING, R] int64 on the host, as `DecodeInputs.right`
@@ -102,11 +102,11 @@ class BlockRounds(MadeRounds):
     def __post_init__(self) -> None:
         """Allocate the inputs of the drafter."""
         MadeRounds.__post_init__(self)
-        size, mask = self.size, self.blocks.drafter.blocks.mask_token
-        numbers = self.runner.ints(range(max(size, ROUND_SEQUENCES + 1)))
-        self._ids = numbers.new_full((ROUND_SEQUENCES, size), mask)
-        self._places, self._starts = numbers[:size], numbers[: ROUND_SEQUENCES + 1] * size
-        self._copies = numbers.new_zeros(ROUND_SEQUENCES, 2 + COPIED)
+        mask = self.blocks.drafter.blocks.mask_token
+        device = self.runner.state.device
+        self._block = new_block_inputs(mask, self.size, ROUND_SEQUENCES, device)
+        self._starts = self.runner.ints(range(ROUND_SEQUENCES + 1)) * self.size
+        self._copies = self._starts.new_zeros(ROUND_SEQUENCES, 2 + COPIED)
         self._copied = new_ring(self.runner.sampler.rows, self.runner.on_gpu)
 
     @property
@@ -161,21 +161,22 @@ class BlockRounds(MadeRounds):
         Fewer where a block has fewer drafts.
         """
         target, size, drafter = self.blocks.target, self.size, self.blocks.drafter
-        ids, rows, first = self.firsts(B, k)
-        self._ids[:B, 0] = ids
+        block, tokens = self._block, B * size
+        first_draft = drafter.blocks.first
+        made = min(k, size - first_draft)
+        target.ops.begin_blocks(self.inputs, block, B, k, made)
         spans = [
             Span(part.sequence.row, part.sequence.last, size, part.span.pages)
             for part in self.parts
         ]
-        positions = (first[:, None] + self._places).flatten()
-        step = self.step(spans, max_kv_len, _repeated(rows, size), positions)
-        x = target.ops.embed(self._ids[:B].flatten(), target.embedding)
+        step = self.step(spans, max_kv_len, block.rows[:tokens], block.positions[:tokens])
+        x = target.ops.embed(block.ids[:tokens], target.embedding)
         hidden = drafter.hidden(x, self.blocks.pages, step).view(B, size, -1)
-        first_draft = drafter.blocks.first
-        made = min(k, size - first_draft)
+        ids, rows, _ = self.firsts(B, k)
+        positions = block.draft_positions[: B * made].view(B, made)
         if drafter.head is None:
-            return self._choose(hidden[:, first_draft : first_draft + made], rows, first)
-        choice: Choice[Any] = self._choice(rows, first[:, None] + self._places[:made], ids)
+            return self._choose(hidden[:, first_draft : first_draft + made], rows, positions)
+        choice: Choice[Any] = self._choice(rows, positions, ids)
         return drafter.head.draft(hidden, choice)
 
     def step(self, spans: Numbers[Span], max_kv_len: int, rows: Tensor, positions: Tensor) -> Step:
@@ -187,18 +188,21 @@ class BlockRounds(MadeRounds):
         )
         return step_of(plan, runner.tables, positions, rows, starts, shifts=runner.shifts)
 
-    def _choose(self, hidden: Tensor, rows: Tensor, first: Tensor) -> Tensor:
+    def _choose(self, hidden: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """Choose drafts by hidden states [B, k, h]: all at once, or by place if some are counted.
+
+        Args:
+            rows: [B] int32.
+            positions: [B, k] int32 of `BlockInputs`, moved on by choosing.
 
         Returns:
             [B, k] int64.
         """
         sampler, output = self.runner.sampler, self._output()
         B, k = hidden.shape[:2]
-        positions = first[:, None] + self._places[:k]  # moved on by choosing
         drafts = torch.empty(B, k, dtype=torch.int64, device=hidden.device)
         if not sampler.shape.adjusted:
-            each = hidden.flatten(0, 1).contiguous(), sampler, _repeated(rows, k)
+            each = hidden.flatten(0, 1).contiguous(), sampler, self._block.draft_rows[: B * k]
             output.choose(*each, positions.view(-1), drafts.view(-1), self.ring)
             return drafts
         rows, columns = rows.contiguous(), positions.T.contiguous()
@@ -222,8 +226,3 @@ class BlockRounds(MadeRounds):
         target, drafter = self.blocks.target, self.blocks.drafter
         sizes = drafter.config.rms_norm_eps, target.head, target.config.vocab_size
         return DraftOutput(target.ops, drafter.norm, *sizes, self.blocks.rows)
-
-
-def _repeated(rows: Tensor, count: int) -> Tensor:
-    """Each row `count` times: [B] to [B * count], side by side as kernels read them."""
-    return rows[:, None].expand(-1, count).flatten().contiguous()

@@ -259,11 +259,8 @@ class MadeRounds:
         """Draft, run through the model, accept: M tokens, padding included, of B sequences."""
         runner, inputs, step = self.runner, self.inputs, self.inputs.step
         drafts = self.draft(B, k, max_kv_len)
-        made = drafts.shape[1]
-        ids = step.ids[: B * (k + 1)].view(B, k + 1)
-        ids[:, 1 : 1 + made] = drafts
-        if made < k:  # copies alone go on; elsewhere any token may be checked
-            ids[:, 1 + made :] = 0
+        made = drafts.shape[1]  # where fewer, copies alone go on; elsewhere any token is checked
+        runner.decoder.ops.place_drafts(inputs, drafts, B, k)
         adjusted = runner.sampler.shape.adjusted
         if adjusted:  # penalties count a token once, when it is chosen
             rows = step.rows[: B * (k + 1)].view(B, k + 1)[:, 1 : 1 + made]

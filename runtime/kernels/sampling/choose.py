@@ -47,7 +47,7 @@ def _best_rows_kernel(
 
 @triton.jit
 def _likeliest_rows_kernel(
-    keys_ptr, rows_ptr, positions_ptr, token_ptr, ring_ptr, counts_ptr, count, V, R,
+    keys_ptr, rows_ptr, positions_ptr, token_ptr, ring_ptr, counts_ptr, ids_ptr, count, V, R,
     KEYS: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Settle the token of the best of a row's `count` keys; KEYS: a power of two."""
@@ -63,7 +63,7 @@ def _likeliest_rows_kernel(
     token = tl.minimum(id_of(best), V - 1).to(tl.int64)  # whatever the logits are
     settle(
         m, row, position, token, value_of(best),
-        positions_ptr, token_ptr, ring_ptr, counts_ptr, R, V, COUNTED,
+        positions_ptr, token_ptr, ring_ptr, counts_ptr, ids_ptr, R, V, COUNTED,
     )  # fmt: skip
 
 
@@ -75,24 +75,25 @@ def choose(
     token: Tensor,
     ring: Tensor,
     masks: Tensor | None = None,
+    ids: Tensor | None = None,
 ) -> None:
     """Choose the next token of every row and leave it where the host reads it; see `Ops.choose`."""
     shape = sampler.shape
     scores = adjust(logits, sampler, rows, masks) if shape.adjusted else logits
     if shape.candidates == ALL:
-        draw_sorted(scores, sampler, rows, positions, token, ring)
+        draw_sorted(scores, sampler, rows, positions, token, ring, ids)
         return
     group = BLOCK.value if shape.candidates == 1 else GROUP.value
     keys, blocks = best_rows(scores, sampler.vocabulary, group)
     if shape.candidates > 1:
-        draw_rows(scores, keys, blocks, sampler, rows, positions, token, ring)
+        draw_rows(scores, keys, blocks, sampler, rows, positions, token, ring, ids)
         return
     M, count = keys.shape
     pdl = programmatic_launch(keys)
     run(
         _likeliest_rows_kernel,
         (M,),
-        *(keys, rows, positions, token, ring, sampler.counts),
+        *(keys, rows, positions, token, ring, sampler.counts, ids),
         *(count, sampler.vocabulary, sampler.rows),
         KEYS=max(2, power_of_two(count)),
         COUNTED=shape.adjusted,

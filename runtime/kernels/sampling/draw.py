@@ -175,7 +175,8 @@ def _rank(key, at, count):
 @gluon.jit
 def _draw_rows_kernel(
     logits_ptr, parts_ptr, rows_ptr, knobs_ptr, whole_ptr, positions_ptr, token_ptr, ring_ptr,
-    counts_ptr, groups, stride, V, R, K: gl.constexpr, COUNTED: gl.constexpr, PDL: gl.constexpr,
+    counts_ptr, ids_ptr, groups, stride, V, R, K: gl.constexpr, COUNTED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Draw a row's token from the parts of its best groups, and settle it.
 
@@ -237,7 +238,7 @@ def _draw_rows_kernel(
     largest = value_of(_load_key(base + (THREADS * 8) + place * 0))
     settle(
         m, row, position, chosen, largest,
-        positions_ptr, token_ptr, ring_ptr, counts_ptr, R, V, COUNTED,
+        positions_ptr, token_ptr, ring_ptr, counts_ptr, ids_ptr, R, V, COUNTED,
     )  # fmt: skip
 
 
@@ -250,6 +251,7 @@ def draw_rows(
     positions: Tensor,
     token: Tensor,
     ring: Tensor,
+    ids: Tensor | None = None,
 ) -> None:
     """Draw and settle the next token of every row, from 2 to 64 candidates; see `Ops.choose`.
 
@@ -275,7 +277,7 @@ def draw_rows(
     run(
         _draw_rows_kernel,
         (M,),
-        *(logits, parts, *parameters, positions, token, ring, sampler.counts),
+        *(logits, parts, *parameters, positions, token, ring, sampler.counts, ids),
         *(count, stride, V, sampler.rows),
         K=K,
         COUNTED=sampler.shape.adjusted,

@@ -70,10 +70,13 @@ def _sum_masses_kernel(
 @triton.jit
 def _pick_kernel(
     sorted_ptr, ids_ptr, sums_ptr, passed_ptr, rows_ptr, knobs_ptr, whole_ptr, positions_ptr,
-    token_ptr, ring_ptr, counts_ptr, V, R, BLOCKS: tl.constexpr, COUNTED: tl.constexpr,
+    token_ptr, ring_ptr, counts_ptr, tokens_ptr, V, R, BLOCKS: tl.constexpr, COUNTED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Draw a row's token from the sums of its blocks, and settle it; BLOCKS: a power of two."""
+    """Draw a row's token from the sums of its blocks, and settle it; BLOCKS: a power of two.
+
+    ids_ptr: columns in the order of their logits; tokens_ptr: see `settle`.
+    """
     m = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCKS)
     row = tl.load(rows_ptr + m).to(tl.int64)  # all of these are older than the kernel ahead
@@ -121,7 +124,7 @@ def _pick_kernel(
     token = tl.load(ids_ptr + m * V + tl.minimum(ahead, last))
     settle(
         m, row, position, token, largest,
-        positions_ptr, token_ptr, ring_ptr, counts_ptr, R, V, COUNTED,
+        positions_ptr, token_ptr, ring_ptr, counts_ptr, tokens_ptr, R, V, COUNTED,
     )  # fmt: skip
 
 
@@ -132,6 +135,7 @@ def draw_sorted(
     positions: Tensor,
     token: Tensor,
     ring: Tensor,
+    ids: Tensor | None = None,
 ) -> None:
     """Draw and settle the next token of every row, from any number; see `Ops.choose`."""
     M, V = logits.shape[0], sampler.vocabulary
@@ -148,7 +152,7 @@ def draw_sorted(
         _pick_kernel,
         (M,),
         *(best.values, best.indices, sums, passed, *parameters),
-        *(positions, token, ring, sampler.counts, V, sampler.rows),
+        *(positions, token, ring, sampler.counts, ids, V, sampler.rows),
         BLOCKS=max(2, power_of_two(blocks)),
         COUNTED=sampler.shape.adjusted,
         **options,

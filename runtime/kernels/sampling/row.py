@@ -63,13 +63,16 @@ def rounded_masses(odds):
 
 @triton.jit
 def settle(
-    m, row, position, token, largest, positions_ptr, token_ptr, ring_ptr, counts_ptr, R, V,
+    m, row, position, token, largest, positions_ptr, token_ptr, ring_ptr, counts_ptr, ids_ptr, R, V,
     COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Store a row's token, leave it where the host reads it, and move the row on by one.
 
-    largest: logit of the row; if it is not finite, the host gets -1. COUNTED: counts are kept.
+    largest: logit of the row; if it is not finite, the host gets -1. ids_ptr: tokens of columns,
+    None where a column is a token. COUNTED: counts are kept.
     """
+    if ids_ptr is not None:
+        token = tl.load(ids_ptr + token)
     ahead = position + 1
     finite = (largest > float("-inf")) & (largest < float("inf"))
     tl.store(ring_ptr + (ahead % RING) * R + row, tl.where(finite, token, -1))

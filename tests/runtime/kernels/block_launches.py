@@ -7,7 +7,7 @@ import torch
 from tests.runtime.kernels.meta_inputs import step_of, zeros
 
 BLOCKS = {"write_context", "rotate_block", "attend_block", "join_block", "convolve"}
-ROUNDS = {"accept", "join_copies", "head_input", "store_hidden"}
+ROUNDS = {"accept", "join_copies", "head_input", "store_hidden", "begin_blocks", "place_drafts"}
 EPS = 1e-6
 
 
@@ -43,9 +43,10 @@ def blocks_of_drafts(full: bool) -> Iterator[str]:
 
 
 def rounds_of_drafts(full: bool) -> Iterator[str]:
-    """Kernels of rounds beside the layers: a head's input, acceptance, copies that join drafts."""
+    """Kernels of rounds beside the layers: a head's input, drafts and copies, acceptance."""
     from lowbit.runtime.backends import cuda
     from lowbit.runtime.engine.draft.lookup import COPIED
+    from lowbit.runtime.state.block_inputs import new_block_inputs
     from lowbit.runtime.state.decode_inputs import new_decode_inputs, new_hidden_ring
 
     ids, gain = torch.empty(8, dtype=torch.int32), torch.empty(2560)
@@ -55,7 +56,10 @@ def rounds_of_drafts(full: bool) -> Iterator[str]:
     yield "2560"
     inputs = new_decode_inputs(16, 9, torch.device("meta"))
     copies = torch.empty(8, 2 + COPIED, dtype=torch.int32)
+    blocks = new_block_inputs(4095, 16, 8, torch.device("meta"))
     for drafts in (7, 15) if full else (7,):
+        cuda.begin_blocks(inputs, blocks, 1, drafts, drafts)
+        cuda.place_drafts(inputs, torch.empty(1, drafts, dtype=torch.int64), 1, drafts)
         cuda.accept(inputs, 1, drafts)
         cuda.join_copies(inputs, copies, inputs.right, 1, drafts)
         yield f"{drafts} drafts"

@@ -25,5 +25,9 @@ def choices_of_rows(full: bool) -> Iterator[str]:
             sampler.shape = ChoiceShape(candidates, adjusted)
             cuda.choose(logits, sampler, rows, positions, token, slots)
             yield f"{M} rows, {candidates} candidates{', adjusted' * adjusted}"
+            if not adjusted:  # of a draft head
+                ids = torch.empty(V, dtype=torch.int64)
+                cuda.choose(logits, sampler, rows, positions, token, slots, ids=ids)
+                yield f"{M} rows, {candidates} candidates of a draft head"
         cuda.log_probabilities(logits, sampler.vocabulary, rows, positions, token, out)
         yield f"{M} rows"

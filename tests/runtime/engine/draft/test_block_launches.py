@@ -53,7 +53,8 @@ def test_a_round_is_launched_without_the_host(
     for found in rounds:
         names = ("_write_context", "_rotate_block", "_attend_block")
         assert [found[f"{name}_kernel"] for name in names] == [1, LAYERS, LAYERS]
-        assert found["_accept_kernel"] == found["_join_copies_kernel"] == 1
+        for name in ("begin_blocks", "place_drafts", "accept", "join_copies"):
+            assert found[f"_{name}_kernel"] == 1
         assert found["_convolve_kernel"] == (4 * LAYERS if kind == "dflash2" else 0)
     greedy, ordered = rounds[:-1], rounds[-1]
     for (_, drafts), found in zip(ROUNDS, greedy, strict=True):

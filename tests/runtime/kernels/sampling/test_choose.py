@@ -89,6 +89,28 @@ def test_choose_matches_cpu(device: str, params: SamplingParams, strict: bool) -
     check(device, asked, some_logits(1, 3, steps=2))
 
 
+@pytest.mark.parametrize("params", EVERY, ids=NAMES)
+def test_columns_that_stand_for_other_tokens(device: str, params: SamplingParams) -> None:
+    """A column's token is looked up; which column is chosen does not depend on it."""
+    logits, tokens = some_logits(6, 3)[0], (7 * torch.arange(VOCABULARY)) % 5003
+    found = {}
+    for name, (where, ops, ids) in {
+        "columns": ("cpu", cpu, None),
+        "cpu": ("cpu", cpu, tokens),
+        "ours": (device, cuda, tokens.to(device)),
+    }.items():
+        sampler = configured([Asked(params)] * 3, VOCABULARY, where)
+        rows = torch.arange(1, 4, dtype=torch.int32, device=where)
+        positions, token = rows + 4, torch.zeros(3, dtype=torch.int64, device=where)
+        slots = new_ring(4, pinned=where == "cuda")
+        ops.choose(logits.to(where), sampler, rows, positions, token, slots, ids=ids)
+        if where == "cuda":
+            torch.cuda.synchronize()
+        found[name] = token.tolist()
+        assert [int(slots[(row + 5) % RING, row]) for row in (1, 2, 3)] == found[name]
+    assert found["ours"] == found["cpu"] == tokens[found["columns"]].tolist()
+
+
 def test_signs_of_zero_and_small_numbers(device: str) -> None:
     logits = torch.full((4, PADDED), -1.0)
     logits[0, [5, 9]] = torch.tensor([-0.0, 0.0])
