@@ -27,8 +27,8 @@ class DraftSource(Protocol):
     """Chooses for every step between a plain one and a round, and learns from all of them."""
 
     @property
-    def most(self) -> int:
-        """Most drafts of a sequence in a step."""
+    def positions(self) -> int:
+        """Most drafts of a sequence in a step, but for tokens that a constraint forces."""
 
     def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
         """Take hidden states [M, h] of a part of a prompt, from position `first` on."""

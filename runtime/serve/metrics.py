@@ -169,7 +169,9 @@ class Collector:
     found: LoadFound  # load of the engine
     model: str  # value of the label `model_name`
     activations: Activations  # inputs of quantized linears
-    positions: int = 0  # most drafts of a round; 0 without speculation, which then has no metrics
+    # most drafts of a round, see `DraftSource.positions`; 0 without speculation, which then has no
+    # metrics
+    positions: int = 0
 
     def collect(self) -> Iterator[Metric]:
         """All metrics."""
@@ -228,7 +230,7 @@ class Collector:
             yield self._metric(CounterMetricFamily, f"spec_decode_num_{name}", text, value)
         name = "spec_decode_num_accepted_tokens_per_pos"
         text = "Draft tokens accepted, by their position in a round from 0 on."
-        counts = (*found.accepted, *[0] * self.positions)[: self.positions]
+        counts = (*found.accepted, *[0] * (self.positions - len(found.accepted)))
         places = [(str(position), count) for position, count in enumerate(counts)]
         yield self._by_label(name, text, "position", places)
         yield from self._sources(found)

@@ -69,6 +69,13 @@ class Drafts:
         guesses = () if self.made is None else self.made.guesses[: self.most]
         self._rates = AcceptanceRates(guesses)
 
+    @property
+    def positions(self) -> int:
+        """See `DraftSource.positions`; a block may have fewer drafts than may be copied."""
+        if self.made is None or self.new_drafter is not None:
+            return self.most
+        return min(self.most, len(self.made.guesses))
+
     def begin(self, sequence: Sequence) -> None:
         """Take up a sequence whose first token is being chosen."""
         self.policy.begin_request()

@@ -62,7 +62,7 @@ def facts_of(model: Model) -> Facts:
         stop_ids=model.stop_ids,
         sequences=model.cache.sequences,
         activations=options.activations,
-        positions=0 if drafting is None else drafting.most,
+        positions=0 if drafting is None else drafting.positions,
         allow_control_tokens=options.allow_control_tokens,
         refuse_late_system=options.refuse_late_system,
         images=None if model.vision is None else model.vision.input,

@@ -73,6 +73,23 @@ def test_metrics_count_the_drafts_of_requests_that_ended(drafting: Running) -> N
     assert rounds > 0
 
 
+def test_positions_go_on_where_a_grammar_has_forced_more() -> None:
+    load: Any = SimpleNamespace(pages=1, pages_used=0, running=0, waiting=0)
+    found: Any = SimpleNamespace(load=load, grammar_bytes=0, grammars_waiting=0)
+    metrics = Metrics()
+    registry = new_registry(Collector(metrics, found, NAME, "exact", positions=2))
+
+    def shown() -> list[float | None]:
+        labels = ({"model_name": NAME, "position": str(place)} for place in range(4))
+        return [registry.get_sample_value(BY_POSITION, each) for each in labels]
+
+    assert shown() == [0, 0, None, None]
+    metrics.drafts.count(1, 1, "drafter")
+    assert shown() == [1, 0, None, None]
+    metrics.drafts.count(3, 2, "forced")
+    assert shown() == [2, 1, 0, None]
+
+
 def test_metrics_say_who_drafted(drafting: Running) -> None:
     before = metrics(drafting)
     complete(drafting)

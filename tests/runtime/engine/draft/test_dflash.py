@@ -298,6 +298,16 @@ def test_drafters_for_other_models_are_refused(
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("mode", "asked", "positions"), [("dflash", 15, 7), ("dflash", 3, 3), ("auto", 15, 15)]
+)
+def test_a_block_of_eight_has_seven_positions(mode: Mode, asked: int, positions: int) -> None:
+    """Under `auto` more tokens may be copied than a block has drafts."""
+    drafting = load(TRAINED, mode, draft_tokens=asked).engine.drafting
+    assert drafting is not None
+    assert drafting.positions == positions
+
+
 def test_what_is_no_drafter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before weights of the model are read."""
     monkeypatch.setattr("lowbit.runtime.engine.load.load_decoder", None)
