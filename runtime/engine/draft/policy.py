@@ -13,6 +13,10 @@ Let N tokens of every sequence take the time T. At the end the credit is at most
 
 256 tokens take 259.8 steps, 0.985 of plain decoding's speed. Recorded CUDA graphs do not count.
 
+Every request has a credit of FRESH, and of BURST if drafts have won more in the last requests than
+they lost. Up to BURST a round takes at most half of it, if half covers any: so one wrong round
+leaves enough for another.
+
 **Probes.** Where drafts do not pay by what was learned, one is checked now and then, without a
 credit too: text that is hard now may be easy later. The pause doubles behind a wrong probe, from
 FIRST_PAUSE to LONGEST_PAUSE steps, and ends behind a right one. Wrong rounds that were not probes
@@ -22,10 +26,12 @@ do not lengthen it: a hard passage has several of them in a row.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Literal
 
 BURST = 2.5  # steps that a request may lose beside SHARE
 FRESH = 1.0  # steps of them that every request has, whatever others lost
+KEPT = 0.5  # part of what drafts have won or lost that still counts in the next request
 SHARE = 0.005  # of all time
 MOST_CREDIT = 12.0  # steps; beyond BURST they were saved in the same request
 MARGIN = 1.05  # least gain of drafts without a credit, which covers wrong guesses of their cost
@@ -34,7 +40,10 @@ KEEP = 1.03  # gain of the last number of drafts, since another one waits for th
 RECENT = 0.1  # least weight of the newest draft in an acceptance rate
 PRIOR = 7  # drafts that the first guess of a rate counts for
 FIRST_STEPS = 3  # of which the fastest counts; the first ones are slower than later ones
-FASTER, SLOWER = 0.15, 0.05  # weights of a step below and above the average of its size
+FASTER, SLOWER = 0.15, 0.05  # weights of a plain step below and above the average of its size
+LAST_ROUNDS = 5  # of a size, the median of which counts
+FORGET_STEPS = 64  # steps after which the oldest rounds may be forgotten
+FEW_ROUNDS = 2  # of a size, beside which the estimate counts as one more
 OUTLIER = 2.0  # a step counts for at most so many times its estimate
 FURTHER = 0.7  # part of what a token adds to steps up to the widest known one, beyond it
 CHANGE = 0.5  # steps: a GPU waits for the host at a change to rounds, the head catches up
@@ -98,6 +107,9 @@ class StepCosts:
     ready: bool = field(init=False)  # the time of a plain step is known, or nothing is measured
     _table: dict[tuple[Kind, int, int], tuple[float, int]] = field(default_factory=dict)
     _estimates: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # plain steps
+    # Seconds of the last rounds of a size, behind the estimate from before there were any
+    _rounds: dict[tuple[Kind, int, int], list[float]] = field(default_factory=dict)
+    _measured: set[tuple[Kind, int, int]] = field(default_factory=set)  # since `forget_some`
 
     def __post_init__(self) -> None:
         """Wait for the time of a plain step unless nothing is measured."""
@@ -125,23 +137,54 @@ class StepCosts:
         return lambda drafts: self.time(kind, sequences, sequences * (1 + drafts)) / plain
 
     def note(self, kind: Kind, sequences: int, tokens: int, seconds: float) -> None:
-        """Learn the time of a step; one far off counts for little, since it may have been held."""
+        """Learn the time of a step; one far off counts for little, since it may have been held.
+
+        No round is taken for faster than a plain step.
+        """
         if not self.measured:
             return
         key = kind, sequences, self.width(tokens)
+        if kind != "plain":
+            times = self._rounds.setdefault(key, [self._estimate(*key)])
+            times.append(max(seconds, self.time("plain", sequences, sequences)))
+            del times[1:-LAST_ROUNDS]
+            self._measured.add(key)
+            self._judge(key)
+            return
         known, count = self._table.get(key, (0.0, 0))
-        if kind == "plain" and count < FIRST_STEPS:
+        if count < FIRST_STEPS:
             known = min(seconds, known) if count else seconds
             self.ready = self.ready or count + 1 == FIRST_STEPS
             self._estimates.clear()
         else:
-            if kind != "plain":
-                self._estimates.clear()
-            known = known if count else self._estimate(*key)
             found = min(seconds, OUTLIER * known)
             weight = max(FASTER if found < known else SLOWER, 1 / (2 + count))
             known += weight * (found - known)
         self._table[key] = known, count + 1
+
+    def forget_some(self) -> None:
+        """Forget the oldest round of each size of which none was measured since the last call.
+
+        A size that is taken for dear is never sent, and so not measured again. Without rounds it is
+        estimated, as it was before the first.
+        """
+        for key in [key for key in self._rounds if key not in self._measured]:
+            del self._rounds[key][1]
+            self._judge(key)
+        self._measured.clear()
+
+    def _judge(self, key: tuple[Kind, int, int]) -> None:
+        """The time of a round: the median of its last ones, and of the estimate where they are few.
+
+        So one that was held up does not count alone.
+        """
+        times = self._rounds[key]
+        self._estimates.clear()
+        if len(times) == 1:
+            del self._rounds[key], self._table[key]
+        else:
+            own = times if len(times) - 1 <= FEW_ROUNDS else times[1:]
+            self._table[key] = median_low(own), len(times) - 1
 
     def note_change(self, cost: float) -> None:
         """Learn the cost of a change from plain steps to rounds and back."""
@@ -229,6 +272,8 @@ class Policy:
     _pause: int = 0  # plain steps before the next probe
     _waited: int = 0  # plain steps since the last round of made drafts
     _excess: float | None = None  # cost of a change to rounds; None before they have been left
+    _won: float = 0.0  # plain steps, in the last requests; see KEPT
+    _read: int = 0  # steps since costs were last forgotten
 
     @property
     def limited(self) -> bool:
@@ -238,18 +283,25 @@ class Policy:
     def begin_request(self) -> None:
         """Limit the credit for another text, which may differ: a probe comes soon."""
         if self.limited:
-            self.credit = min(max(self.credit, FRESH), BURST)
+            least = BURST if self._won > 0 else FRESH
+            self.credit = min(max(self.credit, least), BURST)
+        self._won *= KEPT
         self._pause = min(self._pause, FIRST_PAUSE)
+        self._forget()
 
     def affordable(self, kind: Kind, sequences: int, most: int) -> int:
-        """Most drafts, up to `most`, whose failure the credit covers; 0 before costs are known."""
+        """Most drafts, up to `most`, whose failure the credit covers; 0 before costs are known.
+
+        Up to BURST those whose failure it covers twice, if there are any.
+        """
         left = self.credit + 1 - (0.0 if self.in_rounds else self.costs.change)
         if most == 0 or left < 1 or not self.costs.ready:  # often, so that it must be quick
             return 0
         cost = self.costs.cost(kind, sequences)
         if cost(1) > left:
             return 0
-        return next(k for k in range(most, 0, -1) if cost(k) <= left)
+        half = (left + 1) / 2 if self.credit <= BURST else left
+        return next(k for limit in (half, left) for k in range(most, 0, -1) if cost(k) <= limit)
 
     def plan(
         self, cost: Cost, rates: Sequence[Sequence[float]], most: int, probe: bool = False
@@ -272,6 +324,7 @@ class Policy:
             if gain > (best.gain if best.drafts else least):
                 best = Plan(drafts, gain)
         if probe and most and not best.drafts and self._waited >= self._pause:
+            self._forget()
             return Plan(1)
         return best
 
@@ -281,7 +334,8 @@ class Policy:
         change = None if self.in_rounds else self.costs.change
         steady = kind == "given" or (steady and self.in_rounds)  # each given round waits
         stake = Stake(kind, sequences, tokens, loss, change, steady)
-        self.credit, self.in_rounds = self.credit - loss - (change or 0.0), True
+        self._spend(-loss - (change or 0.0))
+        self.in_rounds = True
         if kind == "made":
             self._drafts = tokens // sequences - 1
             self._waited, self._pause = 0, max(self._pause, 1)
@@ -317,8 +371,19 @@ class Policy:
             self.costs.note("plain", sequences, sequences, seconds)
         self._count(1 - taken, taken)
 
+    def _forget(self) -> None:
+        """Forget some costs, but not as often as many requests begin."""
+        if self._read >= FORGET_STEPS:
+            self.costs.forget_some()
+            self._read = 0
+
     def _count(self, won: float, taken: float) -> None:
         """Count a step; the share of its time never lifts the credit above BURST."""
+        self._read += 1
+        self._spend(won)
         if self.limited:
-            credit = min(MOST_CREDIT, self.credit + won)
+            credit = min(MOST_CREDIT, self.credit)
             self.credit = max(credit, min(BURST, credit + SHARE * taken))
+
+    def _spend(self, won: float) -> None:
+        self.credit, self._won = self.credit + won, self._won + won
