@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.image_settings import read_settings
+from lowbit.runtime.images import patches
 from lowbit.runtime.images.patches import image_patches
 from lowbit.runtime.images.resize import resize
 from tests.runtime.images.pictures import PROCESSOR, SETTINGS, odd_sizes, picture, saved
@@ -57,6 +58,20 @@ def test_patches_and_grid_are_those_of_transformers(size: tuple[int, int]) -> No
 )
 def test_other_settings(changes: dict[str, Any]) -> None:
     check_patches((301, 170), PROCESSOR | changes)
+
+
+def test_pixels_that_cannot_be_page_locked_are_taken_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pixels, locked = torch.zeros(2, 3, 3, dtype=torch.uint8), torch.ones(1)
+
+    def refused(_: Tensor) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Tensor, "pin_memory", refused)
+    assert patches._locked(pixels) is pixels
+    monkeypatch.setattr(Tensor, "pin_memory", lambda _: locked)
+    assert patches._locked(pixels) is locked
 
 
 def test_a_damaged_file_is_refused() -> None:
