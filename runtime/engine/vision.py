@@ -18,6 +18,7 @@ from lowbit.formats.safetensors.checkpoint import Checkpoint
 from lowbit.runtime.engine.image_input import ImageInput
 from lowbit.runtime.engine.memory import gigabytes
 from lowbit.runtime.engine.picture_threads import PictureThreads, PictureWork
+from lowbit.runtime.engine.tower_graphs import TowerGraphs
 from lowbit.runtime.engine.vision_place import (
     CACHE_BYTES,
     TowerMemory,
@@ -83,6 +84,7 @@ class Vision:
     cache_bytes: int = CACHE_BYTES
     known: KnownPictures = field(default_factory=KnownPictures, repr=False)
     _tower: VisionTower | None = field(default=None, repr=False)  # on a CPU its thread's own
+    _graphs: TowerGraphs | None = field(default=None, repr=False)  # of a whole tower on a GPU
     _kept: OrderedDict[bytes, Tensor] = field(default_factory=OrderedDict, repr=False)
     _kept_bytes: int = 0
     # By digest; gone with the last request that waits for them
@@ -164,10 +166,21 @@ class Vision:
         try:
             if self._tower is None:
                 self._tower = self._load()
-            yield from self._tower.pieces(image)
+            if self._graphs is None and self._tower.device.type == "cuda":
+                self._graphs = None if self.place.streamed else self._new_graphs(self._tower)
+            yield from (self._graphs or self._tower).pieces(image)
         except torch.OutOfMemoryError:
             needed = self.opened.working_bytes(image.count, self.dtype)
             raise _image_too_large(image.count, needed, self.place.device) from None
+
+    def _new_graphs(self, tower: VisionTower) -> TowerGraphs:
+        """Graphs of a tower, which take as much memory as a run without them beside it."""
+        device = tower.device.type
+
+        def has_room_to_record(patches: int) -> bool:
+            return has_room(device, 2 * self.opened.working_bytes(patches, self.dtype))
+
+        return TowerGraphs(tower, has_room_to_record)
 
     def _patches(self, picture: Picture) -> Generator[Future[Any], None, ImagePatches]:
         """Patches of a picture, in the memory of nobody else who waits for them."""

@@ -10,6 +10,7 @@ from lowbit.formats.image_settings import ImageSettings
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.runtime.engine.load_options import FEW_SEQUENCES, VisionDevice
 from lowbit.runtime.engine.memory import Decided, gigabytes
+from lowbit.runtime.engine.tower_graphs import MOST_RECORDED
 from lowbit.runtime.images.picture import limited
 from lowbit.runtime.models.vision import OpenedTower
 
@@ -28,7 +29,7 @@ class TowerMemory:
     """Memory of a tower and one image at a time, and of the embeddings that are kept."""
 
     pixels: int  # of the image, resized
-    whole: int  # of a GPU that holds all weights
+    whole: int  # of a GPU that holds all weights, with recorded runs
     streamed: int  # of a GPU that holds the weights of two blocks
     host: int  # of the machine, for a tower that runs on the CPU
 
@@ -37,10 +38,11 @@ def tower_memory(opened: OpenedTower, patches: int, dtype: torch.dtype) -> Tower
     """Memory for images of up to so many patches."""
     weights, beside = opened.weight_bytes(dtype), opened.streamed_bytes(dtype)
     image = int(SLACK * opened.working_bytes(patches, dtype)) + CACHE_BYTES
+    recorded = opened.working_bytes(min(patches, MOST_RECORDED), dtype)
     numbers = patches * torch.Size(opened.config.patch_shape).numel() * torch.float32.itemsize
     return TowerMemory(
         pixels=patches * opened.config.patch_size**2,
-        whole=weights + image,
+        whole=weights + image + recorded,
         streamed=weights - beside + image,
         host=weights + image + numbers,
     )

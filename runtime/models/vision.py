@@ -113,7 +113,7 @@ class VisionTower:
         """
         x = self.embed(image)
         yield None
-        for found in self.each_block(x, image.grid):
+        for found in self.each_block(x, self.angles(image.grid)):
             x = x if found is None else found
             yield None
         yield self.merge(x)
@@ -128,15 +128,24 @@ class VisionTower:
             learned += self.positions[place] * share[:, None]
         return x + learned.to(x.dtype)
 
-    def each_block(self, x: Tensor, grid: tuple[int, int]) -> Iterator[Tensor | None]:
-        """Output of each block [patches, h], from the input of the first; None between pieces."""
-        angles = rotary_angles(grid, self.config, x.device)
-        cos, sin = angles.cos(), angles.sin()
+    def angles(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Cosines and sines by which patches of a grid are turned: [patches, D / 2] float32."""
+        angles = rotary_angles(grid, self.config, self.device)
+        return angles.cos(), angles.sin()
+
+    def each_block(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Iterator[Tensor | None]:
+        """Output of each block [patches, h]; None between pieces.
+
+        Args:
+            x: [patches, h], input of the first.
+            angles: of `angles`.
+        """
+        cos, sin = angles
         size = self._piece(len(x)) if x.device.type == "cpu" else len(x)
         for stored in self.blocks:
             block = stored.on(x.device)
             if size < len(x):
-                for found in self._block_in_pieces(block, x, (cos, sin), size):
+                for found in self._block_in_pieces(block, x, angles, size):
                     x = x if found is None else found
                     yield found
                 continue

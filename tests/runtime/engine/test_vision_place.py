@@ -15,6 +15,7 @@ from lowbit.runtime.engine import memory, vision_place
 from lowbit.runtime.engine.load import _with_vision, decide
 from lowbit.runtime.engine.load_options import FEW_SEQUENCES, VisionDevice
 from lowbit.runtime.engine.memory import Account, Decided
+from lowbit.runtime.engine.tower_graphs import MOST_RECORDED
 from lowbit.runtime.engine.vision import OpenedVision, open_vision
 from lowbit.runtime.engine.vision_place import (
     CACHE_BYTES,
@@ -90,15 +91,18 @@ def test_memory_of_a_tower(vision: OpenedVision) -> None:
     weights = opened.weight_bytes(BF16)
     image = int(SLACK * opened.working_bytes(patches, BF16)) + CACHE_BYTES
     assert found.pixels == patches * 256
-    assert found.whole == weights + image
-    assert found.streamed == found.whole - opened.streamed_bytes(BF16)
-    assert found.host == found.whole + patches * 1536 * 4
+    recorded = opened.working_bytes(patches, BF16)
+    assert found.whole == weights + image + recorded
+    assert found.streamed == weights + image - opened.streamed_bytes(BF16)
+    assert found.host == weights + image + patches * 1536 * 4
     assert opened.streamed_bytes(BF16) == 0  # it has two blocks
     settings = read_settings(PROCESSOR, "here")
     large = replace(settings, most_pixels=1 << 24)
     real = tower_memories(opened, large, BF16, 1 << 20)
     assert [each.pixels for each in real] == [1 << 24, 1 << 21]
     assert real[0] == tower_memory(opened, 65_536, BF16)
+    beside = int(SLACK * opened.working_bytes(65_536, BF16)) + weights + CACHE_BYTES
+    assert real[0].whole - beside == opened.working_bytes(MOST_RECORDED, BF16)
     short = tower_memories(opened, large, BF16, 8192)
     assert [each.pixels for each in short] == [1 << 23, 1 << 21]  # no more fits a prompt
     [shorter] = tower_memories(opened, large, BF16, 100)

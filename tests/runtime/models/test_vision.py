@@ -96,7 +96,8 @@ def layers_of(theirs: Any, image: ImagePatches) -> tuple[list[Tensor], Tensor]:
 
 def blocks(tower: VisionTower, x: torch.Tensor, image: ImagePatches) -> list[torch.Tensor]:
     """Output of each block."""
-    return [each for each in tower.each_block(x, image.grid) if each is not None]
+    made = tower.each_block(x, tower.angles(image.grid))
+    return [each for each in made if each is not None]
 
 
 @pytest.mark.parametrize(  # each shape with each grid, each of them both ways
