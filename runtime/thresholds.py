@@ -19,7 +19,7 @@ GEMV_TOKENS = 32  # of one launch, which reads the weight once
 INT8_GEMV_TOKENS = 8  # of one launch of x in eight bits: the columns of a product
 WGMMA_TOKENS = 64  # of one launch of wgmma on Hopper
 PACKED_TOKENS = 64  # multiplied by GEMVs; more by weights widened to BF16
-SHORT_TOKENS = 1024  # of a prompt for which weights are widened in larger blocks
+SHORT_TOKENS = 1152  # of a prompt for which weights are widened in larger blocks
 
 # Linear layers in BF16, and such rows beside packed ones.
 DENSE_TOKENS = 64  # multiplied by GEMVs; more by cuBLAS, but for few rows (gates, routers)

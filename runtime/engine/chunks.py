@@ -41,10 +41,10 @@ from lowbit.runtime.thresholds import PACK_SEQUENCES, SEQUENCE_TOKENS
 
 SHORT_WIDTHS = (8, 16)  # tokens; few, since a short chunk has a graph for each length of keys
 PACK_WIDTHS = (16, 32, 64)  # tokens of short chunks of several prompts
-CHUNK_WIDTHS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)  # tokens
+CHUNK_WIDTHS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1088, 1152)  # tokens
 RunLayers = Callable[[Tensor, Step], Iterable[Tensor]]  # of ids and a step: output of each layer
-# Graphs that are kept. At a context of 40,960 text has chunks of 47 kinds where longer ones are
-# padded, text and pictures of 89; one that is dropped is recorded again when it comes back
+# Graphs that are kept. At a context of 40,960 text has chunks of 49 kinds where longer ones are
+# padded, text and pictures of 95; one that is dropped is recorded again when it comes back
 MOST_SHORT, MOST_CHUNKS = 16, 96
 Kind = tuple[StepPlan, bool]  # of a chunk: see `Chunks.graphs`
 LAUNCHED = 1  # prompts with such a chunk before one is recorded, which takes two launches' time

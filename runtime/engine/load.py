@@ -36,7 +36,7 @@ from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.parallel.crew import Crew, load_shared
 from lowbit.runtime.engine.parallel.link import GpuLink
 from lowbit.runtime.engine.parallel.messages import Setup
-from lowbit.runtime.engine.plan import CHUNK
+from lowbit.runtime.engine.plan import CHUNK, MOST_CHUNK
 from lowbit.runtime.engine.vision import Vision, open_vision
 from lowbit.runtime.engine.vision_place import place_tower
 from lowbit.runtime.models.input_power import calibration_ids, check_searched, input_power
@@ -335,7 +335,7 @@ def _setup_of(folder: Path, hidden: int, decided: Decided) -> Setup:
         devices=options.gpus,
         vocabulary=account.vocabulary,
         gpu_bytes=account.follower.needed(cache, cache.all_pages),
-        wide_values=CHUNK * hidden,
+        wide_values=MOST_CHUNK * hidden,
         through_host=not reach_each_other(options.gpus),
     )
 

@@ -14,7 +14,7 @@ from lowbit.formats.sequence_counts import CHOSEN_SEQUENCES
 from lowbit.runtime.engine.graphs import STEP_WIDTHS, drafts_together, kv_lens, width_for
 from lowbit.runtime.engine.kept_logits import new_kept
 from lowbit.runtime.engine.load_options import ANSWER_LENGTH, SEQUENCES, LoadOptions
-from lowbit.runtime.engine.plan import CHUNK
+from lowbit.runtime.engine.plan import MOST_CHUNK
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.decode_inputs import new_hidden_ring
 from lowbit.runtime.state.device_state import CacheSize, head_pages, kv_pages, new_state
@@ -131,7 +131,7 @@ class Account:
         if drafter is None or drafter.config.block_drafts is None:
             return 0
         taken = len(drafter.config.block_drafts.target_layers) * drafter.config.hidden_size
-        return 2 * CHUNK * taken * self.dtype.itemsize
+        return 2 * MOST_CHUNK * taken * self.dtype.itemsize
 
     def needed(self, size: CacheSize, pages: int) -> int:
         """Memory of weights, sequences and so many pages, without HEADROOM."""

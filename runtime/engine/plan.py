@@ -9,7 +9,18 @@ from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.state.changes import PrepareSnapshot, SaveSnapshot
 from lowbit.runtime.state.host_rings import LogProbabilities
 
-CHUNK = 1024  # most tokens of a prompt that pass the layers together
+CHUNK = 1024  # tokens of a prompt that pass the layers together
+# Part of a chunk by which it may be longer, if a message ends there: the pass of a few tokens alone
+# takes longer than what they add to one of many
+TAIL_SHARE = 8
+
+
+def longest_chunk(chunk: int) -> int:
+    """Most tokens of a chunk that ends with a message, where others have `chunk` at most."""
+    return chunk + chunk // TAIL_SHARE
+
+
+MOST_CHUNK = longest_chunk(CHUNK)  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +31,7 @@ class Capacity:
     pages: int  # of the cache, those included that hold no tokens (EXTRA)
     snapshots: int  # most recurrent states that are kept
     recurrent: bool  # true if the model has linear layers
-    chunk: int  # most tokens of a prompt that pass the layers together
+    chunk: int  # most tokens of a prompt that pass the layers together; see `longest_chunk`
 
 
 @dataclass(frozen=True, slots=True)

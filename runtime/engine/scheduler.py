@@ -2,9 +2,9 @@
 
 It touches no device: what is to change there it leaves as `Change`s for the runner.
 
-The chunk ends of a prompt depend on the tokens before them alone, because rounding depends on the
-length of a chunk: two prompts with a common prefix are cut at the same places inside it, so what
-one of them leaves in the cache has the bytes that the other would compute.
+The chunk ends of a prompt depend on its messages up to there alone, because rounding depends on the
+length of a chunk: two prompts that begin with the same messages are cut at the same places inside
+them, so what one of them leaves in the cache has the bytes that the other would compute.
 """
 
 import time
@@ -18,7 +18,7 @@ from threading import Lock
 from lowbit.formats.errors import LowbitError, QueueFullError
 from lowbit.runtime.engine.load_options import SHORT
 from lowbit.runtime.engine.packs import awaited, packable
-from lowbit.runtime.engine.plan import Capacity, Change, CloseRow, OpenRow
+from lowbit.runtime.engine.plan import Capacity, Change, CloseRow, OpenRow, longest_chunk
 from lowbit.runtime.engine.prefix_cache import (
     MOST_PREFIXES,
     Hit,
@@ -417,7 +417,8 @@ def chunk_ends_of(ids: Ids[int], message_ends: Collection[int], chunk: int) -> l
     """Lengths at which a prompt is cut into chunks, in ascending order.
 
     There is a cut after `chunk` tokens, and after every message that ends LEAST tokens or more
-    behind the last message that got one. So a picture of a whole chunk and a few words get one.
+    behind the last message that got one. A cut that such a message follows soon is left out, see
+    `longest_chunk`: a picture of a whole chunk and a few words are one chunk.
 
     Returns:
         Lengths up to `len(ids)`; that length itself only where it is a cut too.
@@ -426,10 +427,11 @@ def chunk_ends_of(ids: Ids[int], message_ends: Collection[int], chunk: int) -> l
     last = last_message = 0  # the last cut, and the last one after a message
     ends = [index + 1 for index, id in enumerate(ids) if id in message_ends] if message_ends else []
     for end in (*ends, len(ids)):
-        while end - last > chunk:
+        is_message = end - last_message >= LEAST and bool(ends) and end <= ends[-1]
+        most = longest_chunk(chunk) if is_message else chunk
+        while end - last > most:
             last += chunk
             chunk_ends.append(last)
-        is_message = end - last_message >= LEAST and bool(ends) and end <= ends[-1]
         if end - last == chunk or is_message:
             last = end
             chunk_ends.append(last)

@@ -54,7 +54,7 @@ from lowbit.runtime.engine.parallel.messages import (
     Setup,
     encoded,
 )
-from lowbit.runtime.engine.plan import CHUNK
+from lowbit.runtime.engine.plan import MOST_CHUNK
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.models.ranks import load_rank, load_rank_on_gpu, load_target
 from lowbit.runtime.models.shared_decoder import SharedDecoder
@@ -223,7 +223,7 @@ def load_shared(setup: Setup, shard: OpenedModel) -> "tuple[Crew, Decoder, Any]"
             model: Any = load_rank(shard, crew.exchange, *sizes, progress=progress)
             decoder = SharedDecoder(model, crew)
         else:
-            lengths = setup.cache.context, CHUNK
+            lengths = setup.cache.context, MOST_CHUNK
             model = load_rank_on_gpu(shard, crew.peers, setup.dtype, *lengths, progress=progress)
             decoder = model
         target = None

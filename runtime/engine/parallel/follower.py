@@ -36,7 +36,7 @@ from lowbit.runtime.engine.parallel.messages import (
     decoded,
     encoded,
 )
-from lowbit.runtime.engine.plan import CHUNK
+from lowbit.runtime.engine.plan import CHUNK, MOST_CHUNK
 from lowbit.runtime.models.loader import OpenedModel, open_model
 from lowbit.runtime.models.ranks import load_rank, load_rank_on_gpu, unsaid
 from lowbit.runtime.models.shards import shard_of
@@ -136,7 +136,7 @@ def loaded_on_gpu(
 
     check_memory(setup, free_bytes("cuda"))
     shard, cache = _shard(setup), setup.cache
-    model = load_rank_on_gpu(shard, peers, setup.dtype, cache.context, CHUNK, progress)
+    model = load_rank_on_gpu(shard, peers, setup.dtype, cache.context, MOST_CHUNK, progress)
     sizes = setup.vocabulary, cache, setup.dtype, "cuda", setup.cache_type
     runner = new_runner(model, *sizes, CHUNK, shard.part_tokens("cuda"))
     runner.link = GpuLink(partial(exchange_first, peers=peers))

@@ -14,7 +14,7 @@ import lowbit.runtime as lowbit
 from lowbit.runtime import thresholds
 from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, Chunks, width_of
 from lowbit.runtime.engine.graphs import Graphs
-from lowbit.runtime.engine.plan import CHUNK
+from lowbit.runtime.engine.plan import MOST_CHUNK
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 from tests.lanes import in_commands
@@ -80,10 +80,9 @@ def test_a_padded_chunk_stands_where_its_length_does(threshold: str) -> None:
 
 
 def test_widths_reach_the_longest_chunk_and_waste_less_than_half() -> None:
-    assert CHUNK_WIDTHS[-1] == CHUNK
-    assert all(
-        2 * count > width_of(count, short=False) for count in range(SEQUENCE_TOKENS + 1, CHUNK + 1)
-    )
+    assert CHUNK_WIDTHS[-1] == MOST_CHUNK
+    counts = range(SEQUENCE_TOKENS + 1, MOST_CHUNK + 1)
+    assert all(2 * count > width_of(count, short=False) for count in counts)
 
 
 @in_commands("dense")

@@ -25,9 +25,30 @@ pytestmark = [
 ]
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
+END = 4001  # of a message, without which no chunk has more than CHUNK tokens
 IDS = torch.randint(4000, (6000,), generator=torch.Generator().manual_seed(8)).tolist()
 SHORT = (1, 3, 7, 9, 13, 16)
-LONG = (17, 32, 33, 64, 65, 100, 128, 129, 192, 250, 257, 500, 513, 700, 800, 1000, 1024)
+LONG = (
+    17,
+    32,
+    33,
+    64,
+    65,
+    100,
+    128,
+    129,
+    192,
+    250,
+    257,
+    500,
+    513,
+    700,
+    800,
+    1000,
+    1024,
+    1070,
+    1152,
+)
 LENGTHS = (*SHORT, *LONG)
 NEW = 12
 
@@ -66,12 +87,18 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Graphs, "replay", directly)
 
 
+def message(ids: list[int]) -> list[int]:
+    """The tokens as a message."""
+    return [*ids[:-1], END]
+
+
 def left_by(model: lowbit.Model, ids: list[int]) -> list[Any]:
     """Tokens and log-probabilities of a request, and the bytes that its prompt leaves."""
     engine = model.engine
     engine.forget()
-    params = lowbit.SamplingParams(logprobs=3)
-    handle = engine.submit(Request(tuple(ids), params, NEW, prompt_logprobs=3))
+    params, ends = lowbit.SamplingParams(logprobs=3), frozenset({END})
+    asked = Request(tuple(ids), params, NEW, prompt_logprobs=3, message_ends=ends)
+    handle = engine.submit(asked)
     sequence = handle._sequence
     while sequence.length < len(ids):
         engine.step()
@@ -107,13 +134,13 @@ def test_a_replayed_prompt_leaves_the_bytes_of_a_launched_one(
     widths = (*SHORT_WIDTHS, *CHUNK_WIDTHS)
     for width, before in zip(widths, (0, *widths), strict=False):
         for count in (width, before + 1):
-            left_by(long_model, IDS[count : 2 * count])
+            left_by(long_model, message(IDS[count : 2 * count]))
     assert set(recorded(long_model)) == set(widths)
-    found = [left_by(long_model, IDS[:count]) for count in LENGTHS]
+    found = [left_by(long_model, message(IDS[:count])) for count in LENGTHS]
     with monkeypatch.context() as patch:
         launched(patch)
         for count, each in zip(LENGTHS, found, strict=True):
-            assert same(each, left_by(long_model, IDS[:count])), count
+            assert same(each, left_by(long_model, message(IDS[:count]))), count
 
 
 def test_chunks_far_into_a_prompt(

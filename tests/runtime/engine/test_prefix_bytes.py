@@ -31,6 +31,7 @@ def message(tokens: int) -> list[int]:
 
 SYSTEM, FIRST, SECOND = message(90), message(70), message(130)
 LONG = message(300)  # longer than a chunk of 256
+LONGER = message(270)  # as long as one may be that ends with a message
 CASES = [("tiny-qwen3", torch.float32, "bf16"), ("tiny-qwen3.5", torch.bfloat16, "int8")]
 EXPERTS = ("tiny-qwen3.5-moe", torch.bfloat16, "bf16")  # which keep nothing: one test has them
 
@@ -144,6 +145,20 @@ def test_chunks_longer_than_a_message_allows(
     for prompt in ([*LONG[:270], 3], [*LONG[:280], 5, *FIRST], [*LONG, *FIRST, 6]):
         reused, found = watch.run(engine, prompt, 2)
         assert reused == 0 if prompt[270] == 3 else reused in (0, 256)
+        assert_same(found, watch.run(new_engine(model), prompt, 2)[1])
+
+
+@in_commands("tiny-qwen3-*")
+def test_chunks_that_a_message_makes_longer(
+    model: lowbit.Model, watch: Watch, set_chunk: Callable[[int], None]
+) -> None:
+    """What begins like the message, and is cut within it, neither finds nor leaves its bytes."""
+    set_chunk(256)
+    engine, whole = new_engine(model), [*LONGER, 5, 6]
+    cut, turn = [*LONGER[:265], 3, 4], [*LONGER, 5, 6, *FIRST, 7]
+    for prompt, hits in ((whole, {0}), (cut, {0}), (whole, {270}), (turn, {270}), (cut, {0, 256})):
+        reused, found = watch.run(engine, prompt, 2)
+        assert reused in hits
         assert_same(found, watch.run(new_engine(model), prompt, 2)[1])
 
 

@@ -18,7 +18,7 @@ from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.draft.block import BlockRounds, Blocks
 from lowbit.runtime.engine.load_options import Mode
 from lowbit.runtime.engine.memory import Account
-from lowbit.runtime.engine.plan import CHUNK
+from lowbit.runtime.engine.plan import MOST_CHUNK
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import load_drafter, open_model, with_drafter
@@ -226,7 +226,7 @@ def test_a_drafter_takes_memory_of_a_gpu_for_what_it_reads(tmp_path: Path) -> No
         Account(opened, "cuda", torch.bfloat16, BF16_CACHE, 4096)
         for opened in (with_drafter(target, tmp_path), target)
     )
-    assert (both.drafter_bytes(), alone.drafter_bytes()) == (2 * CHUNK * 2 * 256 * 2, 0)
+    assert (both.drafter_bytes(), alone.drafter_bytes()) == (2 * MOST_CHUNK * 2 * 256 * 2, 0)
     size = CacheSize(400, 1, 4, 4)
     taken = [account.needed(size, 4) for account in (both, alone)]
     pages = kv_pages(both.opened.drafter.config, 4, BF16_CACHE, "meta")  # type: ignore[union-attr]
