@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lowbit.runtime as lowbit
 from lowbit.convert.pipeline.estimate import BYTES_A_TOKEN, EVAL_BYTES_A_TOKEN
@@ -13,6 +14,7 @@ from lowbit.convert.texts.calibration import bundled_texts
 from lowbit.convert.texts.evaluation import default_texts
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.packed import open_packed
 
 SCRIPTS = Path(__file__).parents[1] / "examples" / "benchmarks"
 SMALL = {
@@ -92,7 +94,10 @@ def test_the_largest_size_has_the_weights_of_its_name(monkeypatch: pytest.Monkey
     assert chosen == pytest.approx(10e9, rel=0.05)
 
 
-def test_packed_checkpoints_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
+def test_packed_checkpoints_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tied: bool
+) -> None:
     """Codes that `make_random_checkpoint --packed` writes are a folder like any other."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     checkpoints = importlib.import_module("make_random_checkpoint")
@@ -102,10 +107,14 @@ def test_packed_checkpoints_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     given = checkpoints.config_of("8B")
     config = {**given, **{name: value for name, value in SMALL.items() if name in given}}
     config.pop("bos_token_id", None)
+    config["tie_word_embeddings"] = tied
     tokenizer = checkpoints.tokenizer
     monkeypatch.setattr(checkpoints, "tokenizer", lambda _tokens: tokenizer(300))
     checkpoints.write(config, tmp_path / "model", packed="int4")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
+    tensors = open_packed(tmp_path / "model").checkpoint.tensors
+    assert "lm_head.weight_packed" in tensors
+    assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
     model = lowbit.load(tmp_path / "model", device="cpu", context=64)
     assert len(list(model.engine.generate([1, 2, 3], lowbit.SamplingParams(), 4))) == 4
     model.close()

@@ -4,7 +4,8 @@ python examples/benchmarks/make_random_checkpoint.py 1.7B random-1.7b
 lowbit-convert random-1.7b random-1.7b-int4
 lowbit-run bench random-1.7b-int4
 
-With `--packed int4` it is a packed one of random codes and scales, which takes seconds.
+With `--packed int4` it is a packed one of random codes and scales, which takes seconds; its head
+has codes of its own, as that of a tied model has behind `lowbit-convert`.
 
 Sizes: Qwen3 as `1.7B`, Qwen3.5 as `3.5-2B` (no MTP head; a BF16 vision tower with `--tower`),
 mixtures of experts as `30B-A3B`, `3.5-35B-A3B` and `3.5-122B-A10B`; `--layers 4` writes the first
@@ -25,7 +26,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from lowbit.convert.texts.calibration import bundled_texts
 from lowbit.convert.texts.evaluation import default_texts
-from lowbit.formats.architectures import is_tied, read_vision, tensor_table
+from lowbit.formats.architectures import is_tied, read_vision, tensor_table, untied
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.architectures.vision import vision_shapes
 from lowbit.formats.image_settings import OWN_FILE
@@ -303,6 +304,8 @@ def write(
 ) -> int:
     """Write a random checkpoint of a config to a new folder; bytes of its shards.
 
+    The head of a packed one has codes of its own, as `lowbit-convert` writes that of a tied model.
+
     Args:
         config: content of its config.json.
         out: the folder.
@@ -313,6 +316,8 @@ def write(
     generator = torch.Generator().manual_seed(seed)
     pool = (torch.randn(POOL, generator=generator) * 0.02).to(torch.bfloat16).view(torch.uint8)
     words = torch.randint(256, (2 * POOL,), generator=generator, dtype=torch.uint8)
+    if packed is not None:
+        config = untied(config)
     table = tensor_table(config)
     specs = [spec for spec in table if not (is_tied(config) and spec.role == "head")]
     schemes: Mapping[str, Scheme | None] = {}
