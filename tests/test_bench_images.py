@@ -121,6 +121,29 @@ def test_servers_are_measured(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.scripts
+@pytest.mark.parametrize("without", ["", "locked,graphs,tails"])
+def test_time_is_split_by_part(without: str) -> None:
+    own = ("--folder", str(SEEING), "--context", "1024", "--without", without)
+    command = [sys.executable, str(BENCHMARKS / "profile_images.py"), *QUICK, *own]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command += ["--", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    _, *bursts = done.stdout.split("\n2 clients, ")
+    assert [burst.split(",")[0] for burst in bursts] == ["2 pictures"] * 2 + ["0 pictures"] * 2
+    for burst in bursts:
+        assert ("  tower  " in burst) == burst.startswith("2 pictures")
+        for part in (
+            "  chunk of up to ",
+            "  step of ",
+            "  between parts  ",
+            "  host: step of the ",
+        ):
+            assert part in burst
+
+
+@pytest.mark.slow
+@pytest.mark.scripts
 def test_server_that_does_not_start_is_explained(tmp_path: Path) -> None:
     package = tmp_path / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
