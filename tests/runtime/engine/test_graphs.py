@@ -423,7 +423,7 @@ def test_drafts_are_checked_by_graphs_of_their_number(
         assert [handle.tally.rounds > 0 for handle in handles] == [True] * 4
     rounds: Any = graphs.engine.drafting.verifier.graphs._graphs
     assert len(rounds) > 5
-    assert all(plan.tokens <= 16 for _, plan, _ in rounds)
+    assert all(plan.tokens <= 64 and plan.longest <= 16 for _, plan, _ in rounds)
 
 
 @DENSE
