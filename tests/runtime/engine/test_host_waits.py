@@ -121,6 +121,7 @@ def decoder(mtp: bool) -> Any:
             log_probabilities=nothing,
             store_hidden=nothing,
             accept=nothing,
+            place_drafts=nothing,
             embed=lambda ids, table: torch.empty(len(ids), H, device=META),
         ),
         mtp=SimpleNamespace(hidden=hidden, output=output, lone=False) if mtp else None,
