@@ -13,11 +13,12 @@ from types import TracebackType
 import torch
 
 from lowbit.convert.original.progress import Meter, Progress
-from lowbit.convert.pipeline.journal import Journal
+from lowbit.convert.pipeline.journal import CompletedStep, Journal
 from lowbit.convert.pipeline.stream import Blocks
 from lowbit.convert.plan.memory import CUDA_WORKER_BYTES, QUEUED_BYTES, Memory
 from lowbit.convert.plan.plan import Plan
 from lowbit.convert.quantize.store import Calibrated
+from lowbit.formats.layout.packing import PACKED, SCALE
 from lowbit.formats.machine.memory import free_bytes
 
 WORKERS = 4  # threads that unpack and measure blocks beside a calibration
@@ -117,10 +118,10 @@ class LayerWriter:
                 others.append(number)
         self._thread = ThreadPoolExecutor(1, "lowbit-writer")
         self._jobs: list[Future[None]] = []
-        self._submit(others, None, False)
+        self._submit(others, None)
 
-    def finished(self, linears: Calibrated, is_new: bool) -> None:
-        """Write the linears of a layer; if they are new, also where an earlier run wrote others.
+    def finished(self, linears: Calibrated) -> None:
+        """Write the linears of a layer, also where an earlier run wrote others.
 
         Raises:
             OSError, LowbitError: an earlier layer could not be written.
@@ -128,20 +129,29 @@ class LayerWriter:
         for job in self._jobs:
             if job.done():
                 job.result()
-        self._submit([self._numbers[module] for module in linears.files], linears, is_new)
+        self._submit([self._numbers[module] for module in linears.files], linears)
 
-    def _submit(self, numbers: Sequence[int], linears: Calibrated | None, is_new: bool) -> None:
-        self._jobs.append(self._thread.submit(self._carry_out, numbers, linears, is_new))
+    def _submit(self, numbers: Sequence[int], linears: Calibrated | None) -> None:
+        self._jobs.append(self._thread.submit(self._carry_out, numbers, linears))
 
-    def _carry_out(self, numbers: Sequence[int], linears: Calibrated | None, is_new: bool) -> None:
-        done = {row.step for row in self._journal.finished}.intersection(numbers)
-        if is_new and done:
-            self._journal.forget(done)
-            self._meter.add(-sum(self._plan.steps[number].source.nbytes for number in done))
-            self.redone |= done
-            done = set()
+    def _carry_out(self, numbers: Sequence[int], linears: Calibrated | None) -> None:
+        done = {row.step: row for row in self._journal.finished if row.step in numbers}
+        if linears is not None:
+            # A linear's file may be older than this run and still newer than what was written
+            others = {number for number in done if not self._holds(done[number], linears)}
+            self._journal.forget(others)
+            self._meter.add(-sum(self._plan.steps[number].source.nbytes for number in others))
+            self.redone |= others
+            done = {number: row for number, row in done.items() if number not in others}
         if self._write is not None:
             self._write([number for number in numbers if number not in done], linears)
+
+    def _holds(self, row: CompletedStep, linears: Calibrated) -> bool:
+        """Tell whether the codes and scales that a step wrote are those of its linear."""
+        module = str(self._plan.steps[row.step].module)
+        written = {tensor.name: tensor.sha256 for tensor in row.tensors}
+        names = f"{module}.{PACKED}", f"{module}.{SCALE}"
+        return tuple(map(written.get, names)) == linears.packed_sha256(module)
 
     def __enter__(self) -> "LayerWriter":
         """Nothing to do: the thread is there."""

@@ -68,13 +68,21 @@ class Calibrated:
         )
         return unpack(words, scheme.bits, K), scale
 
+    def packed_sha256(self, module: str) -> tuple[str, str]:
+        """Hashes of the tensors that a linear is written to: of packed codes and of scales."""
+        file = self.files[module]
+        codes, scale = (file.tensors[f"{module}.{part}"] for part in ("codes", "scale"))
+        return (
+            hash_tensor(file.folder / codes.file, codes),
+            hash_tensor(file.folder / scale.file, scale),
+        )
 
-# Takes the linears of a layer, or of the head, once their file is there, and if they are new: an
-# earlier run left them else.
-Finished = Callable[[Calibrated, bool], None]
+
+# Takes the linears of a layer, or of the head, once their file is there.
+Finished = Callable[[Calibrated], None]
 
 
-def ignored(linears: Calibrated, is_new: bool) -> None:
+def ignored(linears: Calibrated) -> None:
     """Leave all linears to `Store.finished`."""
 
 
@@ -109,7 +117,7 @@ class Store:
         write_sealed(self._path(name), tensors, facts, f"{identity} {name}")
         self._identities[name] = identity
         if self.on_finished is not ignored:
-            self.on_finished(_calibrated([self._read_back(name)]), True)
+            self.on_finished(_calibrated([self._read_back(name)]))
 
     def load(
         self, name: str, identity: str, schemes: Mapping[str, Scheme]
@@ -127,7 +135,7 @@ class Store:
         for module, K in file.facts["columns"].items():
             codes = unpack(file.content.read(f"{module}.codes"), schemes[module].bits, K)
             linears[module] = QuantizedLinear(codes, file.content.read(f"{module}.scale"))
-        self.on_finished(_calibrated([file]), False)
+        self.on_finished(_calibrated([file]))
         return linears
 
     def finished(self) -> Calibrated:

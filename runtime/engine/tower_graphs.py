@@ -1,11 +1,13 @@
 """Runs of a vision tower on a GPU, recorded as CUDA graphs: one for each size of image.
 
 The host takes as long for the hundreds of launches of a run as a GPU for their work, and longer
-beside other threads. A size is recorded when it comes for the second time.
+beside other threads. A size is recorded when it comes again among the last MOST_SIZES sizes: where
+more take turns, each would drop the graph of another, and recording takes longer than a launch.
 
 Bits: a graph has the kernels of a run that is launched, over the same shapes.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +20,7 @@ from lowbit.runtime.images.patches import ImagePatches
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.vision import VisionTower
 
-MOST_SIZES = 8  # that are recorded; one that is dropped is recorded again when it comes back
+MOST_SIZES = 8  # that are recorded
 MOST_RECORDED = 8192  # patches of an image, a screen of 1920 x 1080: larger ones hide launches
 Grid = tuple[int, int]  # rows and columns of patches
 
@@ -40,7 +42,8 @@ class TowerGraphs:
     tower: VisionTower
     has_room: Callable[[int], bool]  # for a recording of so many patches
     graphs: Recorder = field(default_factory=lambda: Graphs(most=MOST_SIZES))
-    _seen: set[Grid] = field(default_factory=set)
+    # The newest sizes, each of which has run
+    _last: OrderedDict[Grid, None] = field(default_factory=OrderedDict)
     # Of recorded runs, that must not move: input of the first block and the merger's output
     _x: Tensor | None = None
     _out: Tensor | None = None
@@ -50,8 +53,9 @@ class TowerGraphs:
         """Embeddings of an image, in pieces; see `VisionTower.pieces`."""
         if not self._is_recorded(image):
             yield from self.tower.pieces(image)
-            self._seen.add(image.grid)
+            self._note(image)
             return
+        self._note(image)
         x, out = self._buffers()
         x[: image.count].copy_(self.tower.embed(image))
         self.graphs.replay(image.grid, partial(self._run, image.grid, image.count, image.tokens))
@@ -61,14 +65,21 @@ class TowerGraphs:
         """True if the run of an image is recorded, or is to be."""
         if image.grid in self.graphs:
             return True
-        if image.count > MOST_RECORDED or image.grid not in self._seen:
-            return False
-        if not self.has_room(image.count):
+        if image.grid not in self._last or not self.has_room(image.count):
             return False
         for grid in [each for each in self._angles if each not in self.graphs]:
             del self._angles[grid]  # of a recording that has been dropped
         self._angles[image.grid] = self.tower.angles(image.grid)
         return True
+
+    def _note(self, image: ImagePatches) -> None:
+        """Make the size of an image the newest of the last ones, unless none is recorded for it."""
+        if image.count > MOST_RECORDED:
+            return
+        self._last[image.grid] = None
+        self._last.move_to_end(image.grid)
+        if len(self._last) > MOST_SIZES:
+            self._last.popitem(last=False)
 
     def _buffers(self) -> tuple[Tensor, Tensor]:
         if self._x is None or self._out is None:

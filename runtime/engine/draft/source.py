@@ -60,7 +60,7 @@ class Drafts:
     _backoff: int = 0  # plain steps for which nobody asks whether made drafts pay
     _ended_at: float | None = None  # when the last step ended; None if nobody saw it
     _untimed: int = 0  # steps to come whose time says nothing
-    _crowded: bool = False  # the last step had more than EXACT_TOKENS sequences
+    _crowded: bool = False  # the last step had more than ROUND_SEQUENCES sequences
     _graphs: int = 0  # recorded so far
 
     def __post_init__(self) -> None:
@@ -98,8 +98,8 @@ class Drafts:
         """Choose the next step; see `DraftSource.choose`."""
         if not self.verifier.runner.on_gpu:
             self._ended_at = time.perf_counter()
-        self._crowded = len(sequences) > EXACT_TOKENS
-        if self._crowded:
+        self._crowded = len(sequences) > ROUND_SEQUENCES
+        if len(sequences) > EXACT_TOKENS:
             return self._plain_step(sent)
         plan, joined = None, list[Copy | None]()
         if self._backoff > 0:
@@ -134,7 +134,7 @@ class Drafts:
         return VerifiedRound(self.verifier, parts, stake)
 
     def _plain_step(self, sent: Collection[PendingStep]) -> Literal["plain", "read"]:
-        """A plain step of many sequences, of which no round has room for a draft each.
+        """A plain step of more sequences than pass the layers together with exact inputs.
 
         The head does not keep up with so many; `auto` suspends it until few are left.
         """

@@ -24,6 +24,7 @@ from tests.conversions import STORY, convert
 from tests.convert.fixture_types import Hashes
 
 OTHERS, OF_LAYER = 10, 7  # steps: embedding and norms, which no codes change; linears of a layer
+UNCHANGED = 5  # linears of the first layer whose codes do not follow from its up_proj
 
 
 class _Inline:
@@ -187,7 +188,31 @@ def test_codes_that_follow_from_other_weights_are_written_again(
         file.write(bytes(info.nbytes // 2))
     fresh = hashes(made(source, tmp_path / "fresh", text).folder)
     done = made(source, out, text)
-    assert done.resumed == OTHERS
+    assert done.resumed == OTHERS + UNCHANGED
+    assert hashes(out) == fresh
+
+
+def test_codes_of_an_interrupted_run_between_are_written(
+    readable: Path, text: Path, hashes: Hashes, tmp_path: Path
+) -> None:
+    """The run that chose the newest codes may end before it writes them, or learns of old ones."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(readable, source)
+    for last in ("verify", "convert"):
+
+        def stop(phase: str, done: int, total: int, last: str = last) -> None:
+            if phase == last:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            made(source, out, text, progress=stop)
+        info = open_checkpoint(source).tensors["model.layers.0.mlp.up_proj.weight"]
+        with (source / info.file).open("r+b") as file:
+            file.seek(info.offset)
+            file.write(bytes(info.nbytes // 2))
+    fresh = hashes(made(source, tmp_path / "fresh", text).folder)
+    done = made(source, out, text)
+    assert done.resumed == OTHERS + UNCHANGED
     assert hashes(out) == fresh
 
 

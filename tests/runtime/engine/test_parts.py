@@ -24,7 +24,7 @@ from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import open_model, with_activations
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.step import Span, StepPlan, parts_of
-from lowbit.runtime.thresholds import EXACT_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS, ROUND_SEQUENCES
 from tests.lanes import in_commands
 from tests.runtime.engine.draft.guesses import drafting_by
 from tests.runtime.engine.graph_stand_in import run_through_graphs
@@ -235,15 +235,32 @@ def test_drafts_of_many_change_no_token(
     assert_all_free(engine)
 
 
+class Uncopied(Residues):
+    """A constraint that nobody may copy."""
+
+    def copy(self) -> None:
+        raise AssertionError
+
+
+def test_constraints_of_more_sequences_than_a_round_has_are_not_copied(
+    drafting: lowbit.Model,
+) -> None:
+    runner = runner_of(drafting, CacheSize(CONTEXT, 70, 2 * MANY, 8, drafts=7))
+    source = drafting_by(NgramDrafter, runner, 7)
+    source.policy.credit = 0.0
+    request = Request((1, 2), PARAMS[0], 50, constraint=Uncopied())
+    sequences = [Sequence(request, 50, 0) for _ in range(ROUND_SEQUENCES + 1)]
+    assert source.choose(sequences, []) == "plain"
+    assert source.compute_forced_tokens(sequences) == []
+    assert source.choose(sequences[1:], []) == "plain"
+    failed = source.compute_forced_tokens(sequences[1:])
+    assert [each for each, _ in failed] == sequences[1:]
+
+
 def test_many_sequences_have_no_rounds(
     drafting: lowbit.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does the head keep up with them, nor is a constraint copied for drafts."""
-
-    class Uncopied(Residues):
-        def copy(self) -> None:
-            raise AssertionError
-
     monkeypatch.setattr(MtpRounds, "keep_up", lambda *given: pytest.fail("kept up"))
     runner = runner_of(drafting, CacheSize(CONTEXT, 70, 2 * MANY, 8, drafts=7))
     request = Request((1, 2), PARAMS[0], 50, constraint=Uncopied())

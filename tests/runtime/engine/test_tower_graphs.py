@@ -85,6 +85,20 @@ def test_a_dropped_size_is_recorded_again(tower: VisionTower) -> None:
     assert len(graphs._angles) <= 3  # those of dropped ones go with the next recording
 
 
+def test_more_sizes_in_turn_than_are_kept_are_launched(
+    tower: VisionTower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_SIZES", 2)
+    recorder = Recorder()
+    graphs = TowerGraphs(tower, lambda _: True, recorder)
+    for size in ((2, 2), (2, 3), (2, 4)) * 3:
+        made(graphs, image(*size))
+    assert recorder.recorded == {}
+    made(graphs, image(2, 4))
+    made(graphs, image(2, 3))
+    assert recorder.recorded == {(4, 8): 1, (4, 6): 1}
+
+
 def test_large_images_and_full_gpus_are_not_recorded(
     tower: VisionTower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
