@@ -30,12 +30,12 @@ from lowbit.runtime.engine.draft.policy import Policy, new_costs
 from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.draft.verify import Verifier
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.graphs import Graphs, fills_step, width_for
+from lowbit.runtime.engine.graphs import Graphs, fills_step, most_drafts, width_for
 from lowbit.runtime.engine.load import choose_device
 from lowbit.runtime.engine.load_options import MOST_DRAFTS
 from lowbit.runtime.lab.bench import GREEDY, device_name, plain_steps
 from lowbit.runtime.lab.machine_speed import settle
-from lowbit.runtime.thresholds import ROUND_SEQUENCES, ROUND_TOKENS
+from lowbit.runtime.thresholds import ROUND_SEQUENCES
 
 CONTEXT, PROMPT = 1024, 64
 DRAFTS = (1, 3, 7, 15)
@@ -109,7 +109,7 @@ def rows_of(engine: Engine, counts: Sequence[int], runs: int, tokens: int) -> li
                 [timed(engine, prompt, count, tokens)[0] for _ in range(1 + runs)][1:]
             )
         for drafts in DRAFTS:
-            if drafts > most or count * (1 + drafts) > ROUND_TOKENS or count > ROUND_SEQUENCES:
+            if drafts > most_drafts(count, most):
                 continue
             if device == "cuda" and not fills_step(count, drafts):
                 continue

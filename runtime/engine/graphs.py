@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.page_counts import PAGE, SCRATCH, pages_for
-from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS, STATES_TOKENS
+from lowbit.runtime.thresholds import (
+    ROUND_SEQUENCES,
+    ROUND_TOKENS,
+    SEQUENCE_TOKENS,
+    STATES_TOKENS,
+)
 
 MOST_GRAPHS = 64  # each takes some megabytes of the driver's memory
 FIRST_KV_LEN = 256
@@ -144,6 +149,14 @@ def kv_lens(context: int, width: int = 1) -> Iterator[int]:
 def longest_for(tokens: int) -> int:
     """Round the tokens of a round's longest sequence up to a power of two."""
     return 1 << (tokens - 1).bit_length()
+
+
+def most_drafts(sequences: int, most: int) -> int:
+    """Drafts of each of some sequences that a round has room for, up to `most`.
+
+    0 for more than ROUND_SEQUENCES: their steps are plain.
+    """
+    return min(most, ROUND_TOKENS // sequences - 1) if sequences <= ROUND_SEQUENCES else 0
 
 
 def fills_step(sequences: int, drafts: int) -> bool:

@@ -44,7 +44,7 @@ class TowerGraphs:
     graphs: Recorder = field(default_factory=lambda: Graphs(most=MOST_SIZES))
     # The newest sizes, each of which has run
     _last: OrderedDict[Grid, None] = field(default_factory=OrderedDict)
-    # Of recorded runs, that must not move: input of the first block and the merger's output
+    # Input of the first block and the merger's output, which recorded runs find in one place
     _x: Tensor | None = None
     _out: Tensor | None = None
     _angles: dict[Grid, tuple[Tensor, Tensor]] = field(default_factory=dict)

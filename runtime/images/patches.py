@@ -10,8 +10,8 @@ from lowbit.runtime.images.decode import ImageLimits, decode_image
 from lowbit.runtime.images.pixels import Pixels
 from lowbit.runtime.images.resize import resize
 
-# Of an image, that are page-locked on their way to a GPU: `auto` allows less. PyTorch keeps such
-# memory, and page-locks a new megabyte in half a millisecond.
+# Most bytes of an image that are page-locked on their way to a GPU: `auto` allows fewer. PyTorch
+# keeps such memory, and page-locks a new megabyte in half a millisecond.
 MOST_LOCKED = 8 << 20
 
 

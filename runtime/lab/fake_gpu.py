@@ -35,7 +35,14 @@ from lowbit.runtime.backends import cuda
 from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, PACK_WIDTHS, SHORT_WIDTHS, Chunks
 from lowbit.runtime.engine.draft.block import BlockRounds, Blocks, new_blocks
 from lowbit.runtime.engine.draft.verify import Part, Verifier
-from lowbit.runtime.engine.graphs import STEP_WIDTHS, Graphs, fills_step, kv_lens, width_for
+from lowbit.runtime.engine.graphs import (
+    STEP_WIDTHS,
+    Graphs,
+    fills_step,
+    kv_lens,
+    most_drafts,
+    width_for,
+)
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache, choose_cache_type
 from lowbit.runtime.engine.new_runner import new_runner
@@ -60,12 +67,7 @@ from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.sampling_params import SamplingParams, sampling_defaults
 from lowbit.runtime.state.step import Ending, StepPlan
 from lowbit.runtime.text.tokenizer import load_tokenizer
-from lowbit.runtime.thresholds import (
-    PACK_SEQUENCES,
-    ROUND_SEQUENCES,
-    ROUND_TOKENS,
-    SEQUENCE_TOKENS,
-)
+from lowbit.runtime.thresholds import PACK_SEQUENCES, ROUND_SEQUENCES, SEQUENCE_TOKENS
 from lowbit.runtime.weights.weights import WIDE_BITS, Weights
 
 WARP = 32
@@ -233,7 +235,7 @@ def meta_blocks(opened: OpenedModel, options: LoadOptions, runner: Runner) -> Bl
 def round_sizes(most: int, rows: int) -> Iterator[tuple[int, int]]:
     """Sequences of a round and drafts of each, up to `most`; see `BlockRounds.fitting`."""
     for B in range(1, 1 + min(rows, ROUND_SEQUENCES)):
-        last = min(most, ROUND_TOKENS // B - 1)
+        last = most_drafts(B, most)
         for k in range(1, 1 + last):
             if fills_step(B, k) or k == last:
                 yield B, k

@@ -102,7 +102,7 @@ class StepCosts:
     measured: bool = False  # steps correct the guess
     width: Callable[[int], int] = field(default=lambda tokens: tokens)  # of a step, with padding
     change: float = 0.0  # cost of the change to rounds and back, beyond the rounds
-    # What a further sequence adds; by default as much as a token, nothing to one that is "made"
+    # Cost of a further sequence; by default that of a token, and nothing where drafts are "made"
     sequence: dict[Kind, float] = field(default_factory=dict)
     ready: bool = field(init=False)  # the time of a plain step is known, or nothing is measured
     _table: dict[tuple[Kind, int, int], tuple[float, int]] = field(default_factory=dict)

@@ -28,14 +28,14 @@ from lowbit.runtime.engine.draft.verify import (
     Verifier,
     slots_after,
 )
-from lowbit.runtime.engine.graphs import width_for
+from lowbit.runtime.engine.graphs import most_drafts, width_for
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.results import PendingStep
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.engine.stats import Source
 from lowbit.runtime.text.constraint import Constraint
-from lowbit.runtime.thresholds import EXACT_TOKENS, ROUND_SEQUENCES, ROUND_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS, ROUND_SEQUENCES
 
 BACKOFF = 7  # steps behind a plan without drafts, whose making takes the host some time
 UNTIMED = 3  # steps behind a chunk of a prompt, or a recorded graph, whose time says nothing
@@ -277,12 +277,8 @@ class Drafts:
         ]
 
     def _most(self, sequences: Numbers[Sequence]) -> int:
-        """Most drafts of a sequence, so that a step of all has at most ROUND_TOKENS tokens.
-
-        0 for more than ROUND_SEQUENCES: their steps are plain.
-        """
-        count = max(1, len(sequences))
-        return min(self.most, ROUND_TOKENS // count - 1) if count <= ROUND_SEQUENCES else 0
+        """Most drafts of a sequence in a step of all; see `most_drafts`."""
+        return most_drafts(max(1, len(sequences)), self.most)
 
 
 def _predictable(sequence: Sequence) -> bool:

@@ -169,6 +169,14 @@ def test_interrupted_it_goes_on(
     assert hashes(out) == whole
 
 
+def clear_half_of_up_proj(source: Path) -> None:
+    """Change a weight of a checkpoint's first layer."""
+    info = open_checkpoint(source).tensors["model.layers.0.mlp.up_proj.weight"]
+    with (source / info.file).open("r+b") as file:
+        file.seek(info.offset)
+        file.write(bytes(info.nbytes // 2))
+
+
 def test_codes_that_follow_from_other_weights_are_written_again(
     inline: None, readable: Path, text: Path, hashes: Hashes, tmp_path: Path
 ) -> None:
@@ -182,10 +190,7 @@ def test_codes_that_follow_from_other_weights_are_written_again(
 
     with pytest.raises(KeyboardInterrupt):
         made(source, out, text, progress=stop)
-    info = open_checkpoint(source).tensors["model.layers.0.mlp.up_proj.weight"]
-    with (source / info.file).open("r+b") as file:
-        file.seek(info.offset)
-        file.write(bytes(info.nbytes // 2))
+    clear_half_of_up_proj(source)
     fresh = hashes(made(source, tmp_path / "fresh", text).folder)
     done = made(source, out, text)
     assert done.resumed == OTHERS + UNCHANGED
@@ -206,10 +211,7 @@ def test_codes_of_an_interrupted_run_between_are_written(
 
         with pytest.raises(KeyboardInterrupt):
             made(source, out, text, progress=stop)
-        info = open_checkpoint(source).tensors["model.layers.0.mlp.up_proj.weight"]
-        with (source / info.file).open("r+b") as file:
-            file.seek(info.offset)
-            file.write(bytes(info.nbytes // 2))
+        clear_half_of_up_proj(source)
     fresh = hashes(made(source, tmp_path / "fresh", text).folder)
     done = made(source, out, text)
     assert done.resumed == OTHERS + UNCHANGED

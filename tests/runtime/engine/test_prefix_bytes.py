@@ -152,7 +152,7 @@ def test_chunks_longer_than_a_message_allows(
 def test_chunks_that_a_message_makes_longer(
     model: lowbit.Model, watch: Watch, set_chunk: Callable[[int], None]
 ) -> None:
-    """What begins like the message, and is cut within it, neither finds nor leaves its bytes."""
+    """A prompt that is cut within a message it begins like neither finds nor leaves its bytes."""
     set_chunk(256)
     engine, whole = new_engine(model), [*LONGER, 5, 6]
     cut, turn = [*LONGER[:265], 3, 4], [*LONGER, 5, 6, *FIRST, 7]
