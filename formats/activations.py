@@ -1,4 +1,6 @@
-"""Inputs of linears as INT8: one FP32 scale for each token and group along K. The reference.
+"""Inputs of linears as INT8: FP32 scales for each token and group along K, or each token.
+
+The reference.
 
 In mode `int8` every packed linear but the head takes its input x [M, K] in eight bits; `exact` is
 the default. The head of a GPU takes two rows for each token, x and what its codes leave
@@ -25,6 +27,16 @@ that is above every sum of terms, so no sum leaves what lies between 2 P and 4 P
 rounded to the same multiple of 2^-22 P, and all sums are exact after that. No term lies half way
 between two multiples: one factor is odd, and the other is too small. So a token's result has the
 same bits in any company, chunk and tile, however K is divided and whoever adds the parts.
+
+Behind a rotation values are much alike along K, so what a norm makes of them has one scale a token
+(`whole`), with which the product meets the sum:
+
+    y = centre
+    y = fma(fp32(sum(code * q)), odd(weight_scale), y)    for each group of 128 or less
+    y = (y - centre) * s
+
+There P is the row's times `WHOLE_BOUND`, above |q| of any group, and odd sets the last bit of the
+FP32, so that terms lie half way as little as above.
 """
 
 import math
@@ -40,6 +52,7 @@ BOUND_SLACK = 1 + 2.0**-8  # of roundings on the way
 # Powers of two beyond which those of rows and tokens do not go, so that centres are numbers. Above
 # the largest, inputs of 2^69 and more, the order of sums may show.
 LEAST_ROW, LARGEST_POWER, LARGEST_POWER_BITS = 2.0**-19, 2.0**62, 0x5E800000
+WHOLE_BOUND = 2048.0  # a power of two above |q| of a group: 127 times the root of 128
 
 
 def activation_group(group_size: int, K: int) -> int:
@@ -72,9 +85,13 @@ def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     # A tensor over a tensor: PyTorch divides a number by a tensor through the reciprocal.
     inverses = torch.full_like(used, LARGEST_CODE) / used
     codes = torch.where(finite[..., None], wide * inverses[..., None], 0.0).round()
-    odd = ((used * (1 / LARGEST_CODE)).view(torch.int32) | 1).view(torch.float32)
-    scales = torch.where(finite, odd, torch.nan)
+    scales = torch.where(finite, odd(used * (1 / LARGEST_CODE)), torch.nan)
     return codes.to(torch.int8).view(M, -1)[:, :K].contiguous(), scales
+
+
+def odd(x: Tensor) -> Tensor:
+    """FP32 numbers with their last bit set."""
+    return (x.view(torch.int32) | 1).view(torch.float32)
 
 
 def dequantize_activations(q: Tensor, s: Tensor, group: int) -> Tensor:
@@ -186,6 +203,31 @@ def grouped_product_ref(q: Tensor, s: Tensor, codes: Tensor, scales: Tensor) -> 
         t = (sums * scales[:, start // group_size].double()).float()
         y = fma(t, s[:, number, None], y)
     return y - centre
+
+
+def whole_product_ref(q: Tensor, s: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """Product of inputs with one scale a token with a packed weight, as the module states it.
+
+    Args:
+        q: [M, K] int8, of `quantize_activations` in one group.
+        s: [M, 1] float32.
+        codes: [N, K] int8 of the weight.
+        scales: [N, K / G] of the weight, in a float dtype; [N, 1] for one scale a row.
+
+    Returns:
+        [M, N] float32, neither times a norm's factor nor added to anything.
+    """
+    K = q.shape[1]
+    group_size = K // scales.shape[1]
+    group = activation_group(group_size, K)
+    bounds = row_bounds(squared_norms(codes, scales), -(-K // group))
+    centre = (bounds * WHOLE_BOUND).expand(len(q), -1)
+    y = centre
+    for start in range(0, K, group):
+        part = slice(start, start + group)
+        sums = q[:, part].double() @ codes[:, part].double().T  # exact
+        y = fma(sums.float(), odd(scales[:, start // group_size].float()), y)
+    return (y - centre) * s
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -78,6 +78,8 @@ def prepare(
     if not isinstance(w, PackedLinear):
         return w
     made = tiled(w, paired, "exact" if inputs == "exact" else "int8")
+    if inputs == "whole":
+        return replace(made, whole=True)
     if inputs == "int16":
         return replace(made, remainders=True)
     if launches is None or inputs != "exact":

@@ -160,7 +160,9 @@ def int8_variant(
     group, row_steps = activation_group(W.G, W.K), -(-W.K // STEP_K)
     long = W.K >= STREAM_K and tokens >= STREAM_TOKENS
     if by_wgmma and (long or tokens >= STREAM_ALL):
-        few = stream_launch(bits, tiles, row_steps, group, tokens, card.multiprocessors)
+        few = stream_launch(
+            bits, tiles, row_steps, group, tokens, card.multiprocessors, W.WHOLE
+        )
         if few is not None:
             return Variant("stream", tokens, launch=few)
     room = power_of_two(min(tokens, INT8_GEMV_TOKENS))
@@ -178,7 +180,7 @@ def int8_variant(
         )
     if by_wgmma:
         sizes = bits, tiles * TILE, row_steps, group, W.SCALES == "fp32"
-        own = int8_launch(*sizes, tokens, card.multiprocessors)
+        own = int8_launch(*sizes, tokens, card.multiprocessors, W.WHOLE)
         if own is not None:
             return Variant("int8", tokens, launch=own)
     return Variant("mma", tokens)

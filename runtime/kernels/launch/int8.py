@@ -61,7 +61,14 @@ MOST_SHARERS = 8  # of a unit
 
 @cache
 def int8_launch(
-    bits: int, rows: int, steps: int, group: int, fp32_scales: bool, tokens: int, count: int
+    bits: int,
+    rows: int,
+    steps: int,
+    group: int,
+    fp32_scales: bool,
+    tokens: int,
+    count: int,
+    whole: bool = False,
 ) -> Int8Launch | None:
     """Choose the launch that ends first by the times of LAUNCHES; None where none has room.
 
@@ -73,6 +80,7 @@ def int8_launch(
         fp32_scales: of the weight; else they have 16 bits.
         tokens: of x.
         count: multiprocessors.
+        whole: a token has one scale, which is not with its codes.
     """
 
     def fitted(launch: Int8Launch) -> Int8Launch | None:
@@ -81,7 +89,7 @@ def int8_launch(
                 continue
             for ahead in range(min(launch.ahead, steps // each), 0, -1):
                 found = replace(launch, steps=each, ahead=ahead)
-                if int8_shared(bits, steps, group, fp32_scales, found) is not None:
+                if int8_shared(bits, steps, group, fp32_scales, found, whole) is not None:
                     return found
         return None
 
@@ -107,11 +115,11 @@ def int8_launch(
 
 @cache
 def int8_shared(
-    bits: int, steps: int, group: int, fp32_scales: bool, launch: Int8Launch
+    bits: int, steps: int, group: int, fp32_scales: bool, launch: Int8Launch, whole: bool = False
 ) -> Int8Shared | None:
     """Shared memory of a program; see `int8_launch`. None where it has no room for two turns."""
     groups = STEP_K // group
-    size = launch.tokens * (STEP_K + 4 * groups)
+    size = launch.tokens * (STEP_K if whole else STEP_K + 4 * groups)
     stage = -(-size // 1024) * 1024
     slot = 256 * bits + 128 * groups * (2 if fp32_scales else 1)
     fixed = launch.warps * launch.ahead * launch.steps * slot + 1024

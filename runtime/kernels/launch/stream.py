@@ -51,7 +51,7 @@ class StreamShared:
 
 @cache
 def stream_launch(
-    bits: int, tiles: int, steps: int, group: int, tokens: int, count: int
+    bits: int, tiles: int, steps: int, group: int, tokens: int, count: int, whole: bool = False
 ) -> StreamLaunch | None:
     """Look up the share of a program; None where x has no room, or another kernel is as fast.
 
@@ -62,6 +62,7 @@ def stream_launch(
         group: elements of x that share a scale.
         tokens: of x.
         count: multiprocessors.
+        whole: a token has one scale, which is not with its codes.
     """
     room = max(LEAST_ROOM, power_of_two(tokens))
     each = -(-tiles // count)
@@ -76,7 +77,7 @@ def stream_launch(
     own = -(-steps // (WARPS // groups))
     ahead = min(_ahead(bits, together, rounds, own), own)
     launch = StreamLaunch(room, WARPS, groups, together, rounds, ahead)
-    return launch if stream_shared(steps, group, launch).size <= SHARED else None
+    return launch if stream_shared(steps, group, launch, whole).size <= SHARED else None
 
 
 def _ahead(bits: int, tiles: int, rounds: int, own: int) -> int:
@@ -91,9 +92,11 @@ def _ahead(bits: int, tiles: int, rounds: int, own: int) -> int:
 
 
 @cache
-def stream_shared(steps: int, group: int, launch: StreamLaunch) -> StreamShared:
+def stream_shared(
+    steps: int, group: int, launch: StreamLaunch, whole: bool = False
+) -> StreamShared:
     """Shared memory of a program; see `stream_launch` for the arguments."""
-    x = steps * launch.tokens * (STEP_K + STEP_K // group * 4)
+    x = steps * launch.tokens * (STEP_K if whole else STEP_K + STEP_K // group * 4)
     sums = launch.warps * launch.tiles * launch.tokens * 64
     full = x + min(launch.rounds, 2) * sums
     return StreamShared(x, sums, full, full + -(-steps // launch.parts) * 8)

@@ -87,7 +87,7 @@ def int8_gemm_plan(
     Raises:
         ValueError: a program has no room for two turns of x.
     """
-    shared = int8_shared(W.BITS, X.STEPS, X.GROUP, W.SCALES == "fp32", launch)
+    shared = int8_shared(W.BITS, X.STEPS, X.GROUP, W.SCALES == "fp32", launch, X.WHOLE)
     if shared is None:
         raise ValueError(f"no room for two turns of x: {launch}")
     return Int8GemmPlan(
@@ -493,7 +493,7 @@ def gemm_int8(
         [M, N] or [M, N / 2].
     """
     group = activation_group(w.group_size, w.K)
-    X = token_blocks(w.K, group, launch.tokens, sixteens=True)
+    X = token_blocks(w.K, group, launch.tokens, sixteens=not w.whole, whole=w.whole)
     blocks = quantize(x, w.bits, X, norm=norm, squares=squares, eps=eps)
     normed = norm is not None
     return multiply(blocks, len(x), w, X, launch, normed=normed, added=added, dtype=dtype)

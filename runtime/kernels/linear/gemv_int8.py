@@ -38,8 +38,14 @@ from lowbit.runtime.kernels.linear.program import (
     int8_places,
     wide,
 )
-from lowbit.runtime.kernels.linear.quantize import leave_bounds, stage_codes, staged_bound
-from lowbit.runtime.kernels.linear.sums import centre_of, term_of
+from lowbit.runtime.kernels.linear.quantize import (
+    WHOLE_WORD,
+    leave_bounds,
+    stage_codes,
+    stage_whole,
+    staged_bound,
+)
+from lowbit.runtime.kernels.linear.sums import added_term, centre_of
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.linear.unpack import product_codes
 from lowbit.runtime.kernels.ptx.memory import (
@@ -156,22 +162,30 @@ def gemv_int8_kernel(
         gdc_wait()
         if not PLAN.LAUNCH.early:
             gdc_launch_dependents()
-    stage_codes(
-        x_ptr, gains, head_squares_ptr, buffer, warp, lane, zero_f32, B, eps, PLAN.HEAD,
-        W.CODEC.SUBBYTE, WARPS, X,
-    )  # fmt: skip
+    if W.WHOLE:
+        stage_whole(x_ptr, gains, buffer, warp, lane, zero_f32, B, W.CODEC.SUBBYTE, WARPS, X)
+    else:
+        stage_codes(
+            x_ptr, gains, head_squares_ptr, buffer, warp, lane, zero_f32, B, eps, PLAN.HEAD,
+            W.CODEC.SUBBYTE, WARPS, X,
+        )  # fmt: skip
     result = result_of(warp * 32 + lane, X.TOKENS)
     added = load_added(added_ptr, result, first_tile, B, N, PLAN)
     barrier()
     factor = zero_f32 + W.CODEC.FACTOR
     if X.TOKENS == 1:
-        bounds = staged_bound(buffer, zero, lane, X)
+        if W.WHOLE:
+            bounds = as_float(zero + WHOLE_WORD)
+            factor *= load_shared4(buffer + X.SCALES)
+        else:
+            bounds = staged_bound(buffer, zero, lane, X)
         if NORM:
             factor *= norm_factor(total_of(buffer + X.SQUARES, lane, zero_f32, X), eps, X.K)
     else:
-        leave_bounds(buffer, warp, lane, WARPS, X)
+        if not W.WHOLE:
+            leave_bounds(buffer, warp, lane, WARPS, X)
         if NORM:
-            leave_factors(buffer, warp, lane, zero_f32, eps, WARPS, X)
+            leave_factors(buffer, warp, lane, zero_f32, eps, WARPS, X, W.WHOLE)
         barrier()
         bounds = buffer + X.BOUNDS + _first_token(lane, X.TOKENS) * 4
     if ROUNDS > 1:
@@ -264,7 +278,10 @@ def _centres(rows, bounds, W: gl.constexpr, X: gl.constexpr):
         bounds of the lane's two.
     """
     tokens = (bounds,)
-    if X.TOKENS > 1:
+    if X.TOKENS > 1 and W.WHOLE:
+        bound = as_float(bounds * 0 + WHOLE_WORD)
+        tokens = (bound, bound)
+    elif X.TOKENS > 1:
         pair = load_shared8(bounds)
         tokens = (as_float(pair[0]), as_float(pair[1]))
     found = ()
@@ -358,7 +375,10 @@ def _multiply_steps(
         if q % GROUP_Q == 0:
             tokens = ()
             for c in gl.static_range(FIRST, FIRST + COUNT):
-                tokens = tokens + (_token_scales(scales, part, c, q // GROUP_Q, PARTS, W, X),)
+                if W.WHOLE:
+                    tokens = tokens + (_inside(part, c, q // GROUP_Q, PARTS, W, X),)
+                else:
+                    tokens = tokens + (_token_scales(scales, part, c, q // GROUP_Q, PARTS, W, X),)
         new = ()
         for c in gl.static_range(COUNT):
             for r in gl.static_range(TILES):
@@ -379,10 +399,24 @@ def _multiply_steps(
                     scale = unpacked_scales(
                         raw[((TILE + r) * ALL + BEGIN + c) * (Q // SCALE_Q) + q // SCALE_Q], SCALES
                     )
-                    own = _add_terms(own, sums[c * TILES + r], scale, tokens[c])
+                    own = _add_terms(own, sums[c * TILES + r], scale, tokens[c], W.WHOLE)
                 added = added + (own,)
             acc = added
     return acc
+
+
+@gluon.jit
+def _inside(
+    part, c: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr,
+    X: gl.constexpr,
+):  # fmt: skip
+    """1 for a group of the warp's step c, and 0 past the last one."""
+    GROUPS: gl.constexpr = W.CODEC.STEP_K // X.GROUP
+    if (c + 1) * PARTS * GROUPS <= X.GROUPS:
+        found = 1.0
+    else:
+        found = gl.where((part + c * PARTS) * GROUPS + GROUP < X.GROUPS, 1.0, 0.0)
+    return (found,)
 
 
 @gluon.jit
@@ -415,14 +449,23 @@ def _token_scales(
 
 
 @gluon.jit
-def _add_terms(own, sums, scale, tokens):
-    """Sums of a tile with a group: its products times the scales of rows and of tokens."""
-    COLUMNS: gl.constexpr = len(tokens)
+def _add_terms(own, sums, scale, tokens, WHOLE: gl.constexpr):
+    """Sums of a tile with a group: its products times the scales of rows and of tokens.
+
+    tokens: scales of the lane's tokens in the group; of tokens with one, 1 or past the end 0.
+    """
+    COLUMNS: gl.constexpr = len(own) // 2
     out = ()
     for half in gl.static_range(2):
         for column in gl.static_range(COLUMNS):
-            term = term_of(sums[2 * half + column], scale[half])
-            out = out + (gl.fma(term, tokens[column], own[half * COLUMNS + column]),)
+            before = own[half * COLUMNS + column]
+            if WHOLE:
+                factor = scale[half] * tokens[0]
+                new = added_term(before, sums[2 * half + column], factor, factor, True)
+            else:
+                product = sums[2 * half + column]
+                new = added_term(before, product, scale[half], tokens[column], False)
+            out = out + (new,)
     return out
 
 

@@ -198,14 +198,17 @@ def _multiply_tiles(
 
 @gluon.jit
 def leave_factors(
-    buffer, warp, lane, zero_f32, eps, WARPS: gl.constexpr, X: gl.constexpr
+    buffer, warp, lane, zero_f32, eps, WARPS: gl.constexpr, X: gl.constexpr,
+    WHOLE: gl.constexpr = False,
 ):  # fmt: skip
-    """Put the factor of each token's norm behind the sums of squares."""
+    """Put the factor of each token's norm, or that times its scale, behind the sums of squares."""
     for turn in gl.static_range((X.TOKENS + WARPS - 1) // WARPS):
         b = gl.minimum(turn * WARPS + warp, X.TOKENS - 1)
         at = buffer + X.SQUARES + b * (X.BLOCKS * SQUARES_BYTES)
-        total = total_of(at, lane, zero_f32, X)
-        store_shared4(buffer + X.FACTORS + b * 4, norm_factor(total, eps, X.K), lane == 0)
+        factor = norm_factor(total_of(at, lane, zero_f32, X), eps, X.K)
+        if WHOLE:
+            factor *= load_shared4(buffer + X.SCALES + b * 4)
+        store_shared4(buffer + X.FACTORS + b * 4, factor, lane == 0)
 
 
 @gluon.jit

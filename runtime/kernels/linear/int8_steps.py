@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.linear.program import STEP_K
-from lowbit.runtime.kernels.linear.sums import centre_of, row_bounds, term_of
+from lowbit.runtime.kernels.linear.sums import added_term, centre_of, row_bounds
 from lowbit.runtime.kernels.linear.unpack import product_codes
 from lowbit.runtime.kernels.ptx.memory import load_matrices, load_shared8
 from lowbit.runtime.kernels.ptx.mma import as_float, integer_mma, unpacked_scales
@@ -69,7 +69,9 @@ def multiply_step(
         columns = load_matrices(first, nt * 8 * STEP_K) + load_matrices(second, nt * 8 * STEP_K)
         found = ()
         for group in gl.static_range(GROUPS):
-            pair = load_shared8(scales_at, (group * X.TOKENS + nt * 8) * 4)
+            pair = (zero, zero)
+            if not X.WHOLE:
+                pair = load_shared8(scales_at, (group * X.TOKENS + nt * 8) * 4)
             for r in gl.static_range(TILES):
                 d = (zero, zero, zero, zero)
                 for i in gl.static_range(GROUP_Q):
@@ -83,8 +85,10 @@ def multiply_step(
                         before = acc[(r * NT + nt) * 4 + i]
                     else:
                         before = found[((group - 1) * TILES + r) * 4 + i]
-                    term = term_of(d[i], scale[i // 2])
-                    found = found + (gl.fma(term, as_float(pair[i % 2]), before),)
+                    token = as_float(pair[i % 2])
+                    found = found + (
+                        added_term(before, d[i], scale[i // 2], token, X.WHOLE),
+                    )
         for i in gl.static_range(4 * TILES):
             added = added + (found[(GROUPS - 1) * TILES * 4 + i],)
     sums = ()

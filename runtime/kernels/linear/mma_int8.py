@@ -76,7 +76,7 @@ class MmaPlan:
 def mma_plan(W: Packed, tokens: int, paired: bool, pdl: bool, summed: bool = False) -> MmaPlan:
     """Constants of a launch for `tokens` tokens; more than MANY have the same ones."""
     block = MANY_BLOCK if tokens > MANY else max(power_of_two(tokens), LEAST_BLOCK)
-    X = token_blocks(W.K, activation_group(W.G, W.K), block)
+    X = token_blocks(W.K, activation_group(W.G, W.K), block, whole=W.WHOLE)
     warps, beside = (8, 2) if tokens > MANY else (4, 1)
     tiles = 2 if tokens > MANY and X.GROUP == 128 else 1  # with smaller groups registers spill
     ahead = 1 if tokens > MANY else 3 if block < MANY else 2

@@ -32,13 +32,14 @@ class Packed:
     SCALES: str  # `bf16`, `fp16` or `fp32`
     STEPS: int  # of a row; see `Codec`
     GROUPS: int  # of a row
+    WHOLE: bool = False  # whether x has one scale a token
 
 
 @cache
-def packed(K: int, G: int, bits: int, scales: str) -> Packed:
+def packed(K: int, G: int, bits: int, scales: str, whole: bool = False) -> Packed:
     """Constants of a weight with K columns in groups of G."""
     codec = CODECS[bits]
-    return Packed(K, G, bits, codec, scales, STEPS=-(-K // codec.STEP_K), GROUPS=-(-K // G))
+    return Packed(K, G, bits, codec, scales, -(-K // codec.STEP_K), -(-K // G), whole)
 
 
 @cache
@@ -97,15 +98,19 @@ class Blocks:
     # Scales of 16 tokens lie as a row of four lanes reads them: for lane t those of tokens 2 t,
     # 2 t + 1, 2 t + 8 and 2 t + 9 side by side.
     SIXTEENS: bool
+    # One scale a token, times its norm's factor in the place of that; blocks have no scales, and
+    # no bounds are left.
+    WHOLE: bool
 
 
 @cache
 def token_blocks(
-    K: int, group: int, tokens: int, bounds: int = 1, sixteens: bool = False
+    K: int, group: int, tokens: int, bounds: int = 1, sixteens: bool = False, whole: bool = False
 ) -> Blocks:
     """Places of x in eight bits for blocks of so many tokens; group: of `activation_group`.
 
-    bounds: programs that share a row; one where it is normed. sixteens: see `Blocks`.
+    bounds: programs that share a row; one where it is normed. sixteens, whole: see
+    `Blocks`.
 
     Raises:
         ValueError: sixteens of another number of tokens.
@@ -113,8 +118,8 @@ def token_blocks(
     if sixteens and tokens % 16:
         raise ValueError(f"{tokens} tokens are not whole sixteens")
     scales, steps = tokens * STEP_K.value, -(-K // STEP_K.value)
-    size = scales + STEP_K.value // group * tokens * 4
-    return Blocks(K, group, tokens, steps, scales, size, blocks_of(K), bounds, sixteens)
+    size = scales if whole else scales + STEP_K.value // group * tokens * 4
+    return Blocks(K, group, tokens, steps, scales, size, blocks_of(K), bounds, sixteens, whole)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

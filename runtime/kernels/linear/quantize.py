@@ -82,6 +82,8 @@ UNIT_BITS = gl.constexpr(SQUARES_UNIT.bit_length() - 1)
 HALF_BIAS = gl.constexpr(125 - UNIT_BITS.value)
 NOT_A_NUMBER = gl.constexpr(0x7FC00000)  # bits of the scale of a group that is not finite
 MOST_WARPS = 16  # of a program
+WHOLE_WORD = gl.constexpr(0x45000000)  # bits of `formats.activations.WHOLE_BOUND`
+MOST_KEPT = gl.constexpr(8)  # blocks of a warp that stay in its registers
 
 
 def arranged(q: Tensor, s: Tensor, bits: int, places: Blocks) -> Tensor:
@@ -124,16 +126,39 @@ def codes_of(w, factor, lane, SCALED: gl.constexpr, SUBBYTE: gl.constexpr, GROUP
 
     factor: what the chunk is multiplied by, where SCALED. SUBBYTE: of the `Codec`.
     """
-    most = larger(
-        larger(w[0] & 0x7FFF7FFF, w[1] & 0x7FFF7FFF),
-        larger(w[2] & 0x7FFF7FFF, w[3] & 0x7FFF7FFF),
-    )
-    most = gl.maximum(most >> 16, most & 0xFFFF) << 16
+    most = _peak_of(w)
     if SCALED:
         most = as_word(as_float(most) * factor) & 0x7FFFFFFF
     most = _over_group(most, lane, GROUP)
     peak = as_float(gl.maximum(most, LEAST_PEAK))
     inverse = quotient(127.0, peak)
+    first, second = _rounded_chunk(w, factor, inverse, SCALED, SUBBYTE)
+    scale = as_word(_scale_of(most))
+    squares = dot4(first, first) + dot4(second, second)
+    squares = _sum_over_group((squares + ((1 << UNIT_BITS) - 1)) >> UNIT_BITS, lane, GROUP)
+    return (first, second), scale, squares
+
+
+@gluon.jit
+def _peak_of(w):
+    """The largest |element| of a chunk, as the word of an FP32."""
+    most = larger(
+        larger(w[0] & 0x7FFF7FFF, w[1] & 0x7FFF7FFF),
+        larger(w[2] & 0x7FFF7FFF, w[3] & 0x7FFF7FFF),
+    )
+    return gl.maximum(most >> 16, most & 0xFFFF) << 16
+
+
+@gluon.jit
+def _scale_of(most):
+    """The scale of a group, or of a token with one, by the word of its largest |element|."""
+    scale = as_word(as_float(gl.maximum(most, LEAST_PEAK)) * INVERSE) | 1
+    return as_float(gl.where(most >= INFINITE, NOT_A_NUMBER, scale))
+
+
+@gluon.jit
+def _rounded_chunk(w, factor, inverse, SCALED: gl.constexpr, SUBBYTE: gl.constexpr):
+    """A chunk of 8 elements as two words of codes, in the order of a weight's; see `codes_of`."""
     k0, k1 = _elements(w[0], factor, SCALED)
     k2, k3 = _elements(w[1], factor, SCALED)
     k4, k5 = _elements(w[2], factor, SCALED)
@@ -144,10 +169,7 @@ def codes_of(w, factor, lane, SCALED: gl.constexpr, SUBBYTE: gl.constexpr, GROUP
     else:
         first = rounded_bytes(k0, k2, k1, k3, inverse)
         second = rounded_bytes(k4, k6, k5, k7, inverse)
-    scale = gl.where(most >= INFINITE, NOT_A_NUMBER, as_word(peak * INVERSE) | 1)
-    squares = dot4(first, first) + dot4(second, second)
-    squares = _sum_over_group((squares + ((1 << UNIT_BITS) - 1)) >> UNIT_BITS, lane, GROUP)
-    return (first, second), scale, squares
+    return first, second
 
 
 @gluon.jit
@@ -263,6 +285,80 @@ def stage_codes(
                 store_shared4(at + lane // 4 * 4, own, there)
 
 
+@gluon.jit
+def stage_whole(
+    x_ptr, gains, buffer, warp, lane, zero_f32, B, SUBBYTE: gl.constexpr, WARPS: gl.constexpr,
+    X: gl.constexpr,
+):  # fmt: skip
+    """`stage_codes` of normed tokens with one scale each, in the places of their first groups'.
+
+    What few turns have loaded stays in registers, else it is loaded again. Largest elements of
+    blocks lie where squares of groups would.
+    """
+    TURNS: gl.constexpr = turns_of(X.TOKENS * X.BLOCKS, WARPS)
+    KEPT: gl.constexpr = TURNS <= MOST_KEPT
+    BLOCKS: gl.constexpr = X.BLOCKS
+    peaks = buffer + X.GROUP_SQUARES
+    loaded = ()
+    for turn in gl.static_range(TURNS if KEPT else 0):
+        loaded = loaded + (_load_block(x_ptr, turn, warp, lane, B, WARPS, X),)
+    gained = ()
+    for turn in gl.static_range(TURNS):
+        token, block, inside, w = _block_of(x_ptr, loaded, turn, warp, lane, B, WARPS, X)
+        own, there = diagonal(add_squares((zero_f32, zero_f32, zero_f32, zero_f32), w), lane)
+        at = buffer + X.SQUARES + (token * BLOCKS + block) * SQUARES_BYTES
+        store_shared4(at + lane // 4 * 4, own, there & inside)
+        w = times_gains(w, gains[turn % len(gains)])
+        most = largest(_peak_of(w))
+        store_shared4(peaks + (token * BLOCKS + block) * 4, as_float(most), (lane == 0) & inside)
+        if KEPT:
+            gained = gained + (w,)
+    barrier()
+    for turn in gl.static_range(TURNS):
+        token, block, inside, w = _block_of(x_ptr, gained, turn, warp, lane, B, WARPS, X)
+        if not KEPT:
+            w = times_gains(w, gains[turn % len(gains)])
+        most = lane * 0
+        for first in gl.static_range(0, BLOCKS, 32):
+            other = gl.minimum(first + lane, BLOCKS - 1)
+            at = peaks + (gl.minimum(token, X.TOKENS - 1) * BLOCKS + other) * 4
+            most = gl.maximum(most, as_word(load_shared4(at)))
+        most = largest(most)
+        inverse = quotient(127.0, as_float(gl.maximum(most, LEAST_PEAK)))
+        codes = _rounded_chunk(w, zero_f32, inverse, False, SUBBYTE)
+        chunk = block * 32 + lane
+        at = buffer + token * X.TOKEN + place_of_chunk(chunk, 64)
+        store_shared8(at, codes, inside & (chunk < X.K // 8))
+        at = buffer + X.SCALES + token * 4
+        store_shared4(at, _scale_of(most), (lane == 0) & inside & (block == 0))
+
+
+@gluon.jit
+def _load_block(
+    x_ptr, turn: gl.constexpr, warp, lane, B, WARPS: gl.constexpr, X: gl.constexpr
+):  # fmt: skip
+    """A lane's chunk of a turn's block; past the end another one."""
+    token, block = place(turn, warp, WARPS, X)
+    chunk = gl.minimum(block * 32 + lane, X.K // 8 - 1)
+    row = gl.minimum(token, B - 1)
+    x = x_ptr.to(gl.int64, bitcast=True)
+    return load16(x + (row * (X.K // 8) + chunk).to(gl.int64) * 16)
+
+
+@gluon.jit
+def _block_of(
+    x_ptr, loaded, turn: gl.constexpr, warp, lane, B, WARPS: gl.constexpr, X: gl.constexpr
+):  # fmt: skip
+    """Token and block of a turn, whether there is one, and the lane's chunk, zeros past the end."""
+    token, block = place(turn, warp, WARPS, X)
+    inside = (token < X.TOKENS) & (block < X.BLOCKS)
+    if turn < len(loaded):
+        w = loaded[turn]
+    else:
+        w = _load_block(x_ptr, turn, warp, lane, B, WARPS, X)
+    return token, block, inside, words_where(inside & (block * 32 + lane < X.K // 8), w)
+
+
 @gluon.jit(do_not_specialize=["M", "blocks"])
 def _quantize_kernel(
     x_ptr, gain_ptr, head_squares_ptr, out_ptr, M, blocks, eps, HEAD: gl.constexpr,
@@ -301,8 +397,28 @@ def _quantize_kernel(
     bounds = buffer
     if NORM:
         bounds += X.BLOCKS * SQUARES_BYTES
+    if X.WHOLE:
+        _store_whole(
+            out_ptr, loaded, gains, buffer, bounds, row, first, warp, lane, zero_f32, blocks, eps,
+            SUBBYTE, WARPS, X,
+        )  # fmt: skip
+    else:
+        _store_groups(
+            out_ptr, loaded, gains, squares, buffer, bounds, row, first, warp, lane, zero_f32,
+            blocks, eps, HEAD, SUBBYTE, WARPS, X,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _store_groups(
+    out_ptr, loaded, gains, squares, buffer, bounds, row, first, warp, lane, zero_f32, blocks, eps,
+    HEAD: gl.constexpr, SUBBYTE: gl.constexpr, WARPS: gl.constexpr, X: gl.constexpr,
+):  # fmt: skip
+    """Store codes and scales of a row's groups, its bound and its norm's factor."""
+    NORM: gl.constexpr = len(gains) > 0
+    zero = lane * 0
     largest_bound = zero
-    for turn in gl.static_range(TURNS):
+    for turn in gl.static_range(len(loaded)):
         block = first + turn * WARPS
         chunk = block * 32 + lane
         w = words_where(chunk < X.K // 8, loaded[turn])
@@ -327,6 +443,40 @@ def _quantize_kernel(
         factor = norm_factor(total_of(buffer, lane, zero_f32, X), eps, X.K)
         at = factor_at(out_ptr, blocks, row + zero, X)
         gl.store(at, as_word(factor), mask=(warp == 0) & (lane == 0))
+
+
+@gluon.jit
+def _store_whole(
+    out_ptr, loaded, gains, buffer, peaks, row, first, warp, lane, zero_f32, blocks, eps,
+    SUBBYTE: gl.constexpr, WARPS: gl.constexpr, X: gl.constexpr,
+):  # fmt: skip
+    """Store the codes of a row with one scale, and that times its norm's factor.
+
+    peaks: address of the warps' largest elements in shared memory.
+    """
+    gained = ()
+    most = lane * 0
+    for turn in gl.static_range(len(loaded)):
+        block = first + turn * WARPS
+        w = words_where(block * 32 + lane < X.K // 8, loaded[turn])
+        sums = add_squares((zero_f32, zero_f32, zero_f32, zero_f32), w)
+        own, there = diagonal(sums, lane)
+        at = buffer + block * SQUARES_BYTES + lane // 4 * 4
+        store_shared4(at, own, there & (block < X.BLOCKS))
+        w = times_gains(w, gains[turn])
+        most = gl.maximum(most, _peak_of(w))
+        gained = gained + (w,)
+    store_shared4(peaks + warp * 4, as_float(largest(most)), lane == 0)
+    barrier()
+    most = largest(as_word(load_shared4(peaks + gl.minimum(lane, WARPS - 1) * 4)))
+    inverse = quotient(127.0, as_float(gl.maximum(most, LEAST_PEAK)))
+    for turn in gl.static_range(len(loaded)):
+        codes = _rounded_chunk(gained[turn], zero_f32, inverse, False, SUBBYTE)
+        chunk = (first + turn * WARPS) * 32 + lane
+        _store_chunk(out_ptr, codes, lane * 0, row, chunk, lane, blocks, X)
+    factor = _scale_of(most) * norm_factor(total_of(buffer, lane, zero_f32, X), eps, X.K)
+    at = factor_at(out_ptr, blocks, row + lane * 0, X)
+    gl.store(at, as_word(factor), mask=(warp == 0) & (lane == 0))
 
 
 @gluon.jit
@@ -368,13 +518,14 @@ def _store_chunk(out_ptr, codes, scale, row, chunk, lane, blocks, X: gl.constexp
     out = out_ptr.to(gl.int64, bitcast=True) + base
     at = own * STEP_K + part * 16 + lane % 4 // 2 * 8
     store8(out + at.to(gl.int64), (first, second), step < X.STEPS)
-    starts = (step < X.STEPS) & (chunk % (X.GROUP // 8) == 0)
-    group = chunk % CHUNKS // (X.GROUP // 8)
-    place = own
-    if X.SIXTEENS:
-        place = own // 16 * 16 + own // 2 % 4 * 4 + own // 8 % 2 * 2 + own % 2
-    word = base // 4 + (X.SCALES // 4 + group * X.TOKENS + place).to(gl.int64)
-    gl.store(out_ptr + word, scale, mask=starts)
+    if not X.WHOLE:
+        starts = (step < X.STEPS) & (chunk % (X.GROUP // 8) == 0)
+        group = chunk % CHUNKS // (X.GROUP // 8)
+        place = own
+        if X.SIXTEENS:
+            place = own // 16 * 16 + own // 2 % 4 * 4 + own // 8 % 2 * 2 + own % 2
+        word = base // 4 + (X.SCALES // 4 + group * X.TOKENS + place).to(gl.int64)
+        gl.store(out_ptr + word, scale, mask=starts)
 
 
 @gluon.jit
@@ -393,12 +544,17 @@ def bound_at(out_ptr, blocks, row, X: gl.constexpr):
 def bound_pair(out_ptr, blocks, row, X: gl.constexpr):
     """Bounds of a row with an even number and of the next one."""
     BOUNDS: gl.constexpr = X.BOUNDS
-    at = bound_at(out_ptr, blocks, row, X)
-    pair = load8(at.to(gl.int64, bitcast=True))
-    for part in gl.static_range(1, BOUNDS):
-        other = load8((at + part * (blocks * X.TOKENS)).to(gl.int64, bitcast=True))
-        pair = gl.maximum(pair[0], other[0]), gl.maximum(pair[1], other[1])
-    return as_float(pair[0]), as_float(pair[1])
+    if X.WHOLE:
+        bound = as_float(row * 0 + WHOLE_WORD)
+        found = bound, bound
+    else:
+        at = bound_at(out_ptr, blocks, row, X)
+        pair = load8(at.to(gl.int64, bitcast=True))
+        for part in gl.static_range(1, BOUNDS):
+            other = load8((at + part * (blocks * X.TOKENS)).to(gl.int64, bitcast=True))
+            pair = gl.maximum(pair[0], other[0]), gl.maximum(pair[1], other[1])
+        found = as_float(pair[0]), as_float(pair[1])
+    return found
 
 
 @gluon.jit
@@ -435,6 +591,8 @@ def quantize(
     out = torch.empty(size, dtype=torch.int32, device=x.device)
     if norm is not None and places.BOUNDS > 1:
         raise ValueError("programs that share a row do not norm it")
+    if norm is None and places.WHOLE:
+        raise ValueError("one scale a token is that of a normed one")
     warps = min(MOST_WARPS, power_of_two(places.BLOCKS))
     shared = 4 * warps + (places.BLOCKS * SQUARES_BYTES.value if norm is not None else 0)
     pdl = programmatic_launch(x)

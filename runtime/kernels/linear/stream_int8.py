@@ -77,7 +77,7 @@ def stream_plan(
     W: Packed, X: Blocks, launch: StreamLaunch, paired: bool, normed: bool, summed: bool
 ) -> StreamPlan:
     """Constants for a weight and a block of tokens."""
-    shared = stream_shared(X.STEPS, X.GROUP, launch)
+    shared = stream_shared(X.STEPS, X.GROUP, launch, X.WHOLE)
     own = -(-X.STEPS // launch.parts)
     return StreamPlan(
         wide(W), X, launch.warps, launch.groups, launch.tiles, min(launch.ahead, own),
@@ -332,6 +332,7 @@ def stream_int8(
 ) -> Tensor:
     """`added + rms_norm(x) @ w.T` with x in eight bits; the arguments are those of `gemm_int8`."""
     bounds = 1 if norm is not None else -(-w.K // (MOST_WARPS * BLOCK_K.value))
-    X = token_blocks(w.K, activation_group(w.group_size, w.K), launch.tokens, bounds)
+    group = activation_group(w.group_size, w.K)
+    X = token_blocks(w.K, group, launch.tokens, bounds, whole=w.whole)
     blocks = quantize(x, w.bits, X, norm=norm, squares=squares, eps=eps)
     return multiply(blocks, len(x), w, X, launch, normed=norm is not None, added=added, dtype=dtype)

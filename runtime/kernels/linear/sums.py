@@ -153,9 +153,17 @@ def store_result(
 
 
 @gluon.jit
-def term_of(whole, scale):
-    """An integer below 2^22 times a scale, rounded to FP32 once."""
-    return (as_float(whole + MAGIC) - BIAS) * scale
+def added_term(before, product, scale, token, WHOLE: gl.constexpr):
+    """A sum and the product of a group, an integer below 2^22, times the scale of its row.
+
+    token: its scale; where a token has one (WHOLE) that is no part of the sum.
+    """
+    number = as_float(product + MAGIC) - BIAS
+    if WHOLE:
+        found = gl.fma(number, as_float(as_word(scale) | 1), before)
+    else:
+        found = gl.fma(number * scale, token, before)
+    return found
 
 
 @gluon.jit

@@ -67,6 +67,7 @@ class TiledLinear:
     bounds: Tensor | None = None  # [tiles, 8, 2] float32 of `row_bounds`, for activations in int8
     # whether a token of x is two rows in eight bits: the heads'; see `remainders`
     remainders: bool = False
+    whole: bool = False  # whether x, which is normed, has one scale a token in eight bits
 
     @property
     def tiles(self) -> int:
@@ -101,7 +102,7 @@ class TiledLinear:
     @property
     def constants(self) -> Packed:
         """The weight as kernels know it."""
-        return packed(self.K, self.group_size, self.bits, SCALES[self.scales.dtype])
+        return packed(self.K, self.group_size, self.bits, SCALES[self.scales.dtype], self.whole)
 
 
 GpuLinear = TiledLinear | DenseLinear

@@ -3,7 +3,7 @@
 Values are those of `mma`: what each lane of a warp holds. Codes are the A operand, in registers;
 the tokens' q is B, in shared memory, as `linear.quantize` leaves it. An integer sum of a group
 leaves the tensor core as a float by one conversion, meets the weight's scale in one product and the
-token's in one FMA.
+token's in one FMA; where a token has one scale, the weight's in one FMA alone.
 """
 
 from triton.experimental import gluon
@@ -45,8 +45,11 @@ def _unpacked(bits, words, name):
 
 
 @gluon.constexpr_function
-def _row_scales(kind, words, bits, names):
-    """PTX that makes the FP32 scales of both rows, for codes of 4 bits a sixteenth of them."""
+def _row_scales(kind, words, bits, names, whole):
+    """PTX that makes the FP32 scales of both rows, for codes of 4 bits a sixteenth of them.
+
+    whole: with the last bit set, as `formats.activations` says.
+    """
     if kind == "fp32":
         lines = [f"mov.b32 {name}, {word};" for name, word in zip(names, words, strict=True)]
     elif kind == "bf16":
@@ -55,6 +58,11 @@ def _row_scales(kind, words, bits, names):
     else:
         lines = ["{.reg .b16 low, high;", f"mov.b32 {{low, high}}, {words[0]};"]
         lines += [f"cvt.f32.f16 {names[0]}, low;", f"cvt.f32.f16 {names[1]}, high;}}"]
+    if whole:
+        lines.append("{.reg .b32 u;")
+        for name in names:
+            lines += [f"mov.b32 u, {name};", "or.b32 u, u, 1;", f"mov.b32 {name}, u;"]
+        lines.append("}")
     if bits == 4:
         lines += [f"mul.f32 {name}, {name}, 0f3D800000;" for name in names]
     return lines
@@ -101,7 +109,7 @@ def steps_code(columns, plan):
         for i in range(groups):
             names = [f"s{p}_{2 * i}", f"s{p}_{2 * i + 1}"]
             raw = [f"r{size * i + k}" for k in range(size)]
-            lines.extend(_row_scales(kind, raw, bits, names))
+            lines.extend(_row_scales(kind, raw, bits, names, plan.X.WHOLE))
 
     def begin(n):  # the products of a task
         j, g, c = tasks[n]
@@ -122,7 +130,7 @@ def steps_code(columns, plan):
         p = j % sets
         for i in range(chunk // 8):
             first = 2 * (i % 2)  # of the four scales of x that a lane loads together
-            if first == 0:
+            if first == 0 and not plan.X.WHOLE:
                 offset = j * stage + (g * tokens + c * chunk + 8 * i) * 4
                 lines.append(f"ld.shared.v4.f32 {{x0, x1, x2, x3}}, [{scales_at} + {offset}];")
             for e in range(4):
@@ -130,6 +138,9 @@ def steps_code(columns, plan):
                 r, y = f"d{n % sets}_{4 * i + e}", f"${c * own + 4 * i + e}"
                 s = 2 * g + e // 2
                 lines.append(f"cvt.rn.f32.s32 v, {r};")
+                if plan.X.WHOLE:
+                    lines.append(f"fma.rn.f32 {y}, v, s{p}_{s}, {y};")
+                    continue
                 lines.append(f"mul.rn.f32 {t}, v, s{p}_{s};")
                 lines.append(f"fma.rn.f32 {y}, {t}, x{first + e % 2}, {y};")
 
