@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowbit.convert.measure.pair import is_rotated
 from lowbit.convert.original.progress import Progress
 from lowbit.convert.original.weights import Weights, weights_of
 from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import CheckpointError
+from lowbit.formats.layout.manifest import is_rotated
 from lowbit.formats.layout.packing import PACKED, SCALE, unpack
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import PackedCheckpoint, open_packed

@@ -40,6 +40,7 @@ from lowbit.convert.original.walk import (
 from lowbit.formats.activation_modes import Activations
 from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.errors import CheckpointError
+from lowbit.formats.layout.manifest import is_rotated, read_manifest
 
 Models = tuple[LayeredModel, LayeredModel]  # original and packed
 Call = tuple[Tensor, Tensor]  # input, output
@@ -86,6 +87,7 @@ def compare(
     """
     original, packed = models
     schemes = packed.weights.packed_schemes()
+    rotated = is_rotated(read_manifest(packed.weights.checkpoint.folder))
     errors: dict[str, list[Squares]] = {}
     routing = RoutingSums(original.weights.checkpoint.config)
     with (
@@ -108,7 +110,7 @@ def compare(
             calls.clear()
             _pass(layer, hidden[1], pool, routes.packed)
             for states in hidden[2:]:
-                with rounded_inputs(layer.module, input_groups(packed, number)):
+                with rounded_inputs(layer.module, input_groups(packed, number, rotated)):
                     _pass(layer, states, pool, None)
             routing.add(routes)
             tokens = len(hidden) * windows.numel() + windows[:noisy].numel()

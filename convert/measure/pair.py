@@ -7,7 +7,7 @@ from lowbit.convert.original.rotation import rotation_roles
 from lowbit.convert.original.weights import Weights, open_weights, weights_of
 from lowbit.formats.architectures import architecture_of
 from lowbit.formats.architectures.names import MTP_PREFIX
-from lowbit.formats.layout.manifest import Manifest, read_manifest
+from lowbit.formats.layout.manifest import Manifest, is_rotated, read_manifest
 from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 
@@ -45,14 +45,6 @@ def _pair(original: Weights, packed: Weights, manifest: Manifest | None) -> Pair
     if is_rotated(manifest) or _looks_rotated(original, packed):
         original = original.rotated()
     return Pair(original, packed)
-
-
-def is_rotated(manifest: Manifest | None) -> bool:
-    """Tell whether a folder's hidden states are in another basis than its original's."""
-    if manifest is None:
-        return False
-    method = manifest.recipe.get("method")  # also of a recipe that another release knows
-    return isinstance(method, str) and "rotate" in method.split("+")
 
 
 def _looks_rotated(original: Weights, packed: Weights) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.weights import Weights
+from lowbit.formats.activation_modes import inputs_of
 from lowbit.formats.activations import (
     activation_group,
     dequantize_activations,
@@ -22,16 +23,28 @@ from lowbit.formats.activations import (
 from lowbit.formats.architectures.experts import ROUTERS
 from lowbit.formats.errors import RequestError
 
+# Linears whose inputs come from a norm; those of experts do, too, but their kernels take groups.
+NORMED = (
+    *(f"self_attn.{each}_proj" for each in "qkv"),
+    *(f"mlp.{each}_proj" for each in ("gate", "up")),
+    *(f"linear_attn.in_proj_{each}" for each in ("qkv", "z")),
+)
 
-def input_groups(model: LayeredModel, number: int) -> dict[str, int]:
-    """Inputs that share a scale, by the name of each packed linear in a layer but its routers."""
+
+def input_groups(model: LayeredModel, number: int, rotated: bool) -> dict[str, int]:
+    """Inputs that share a scale, by the name of each packed linear in a layer but its routers.
+
+    rotated: the model is, so that linears behind norms have one scale a token; see `inputs_of`.
+    """
     prefix = f"{model.prefix}layers.{number}."
     groups = {}
     for module, scheme in model.weights.packed_schemes().items():
         name = module.removeprefix(prefix)
         if name != module and name not in ROUTERS:
             K = model.weights.shape(f"{module}.weight")[1]
-            groups[name] = activation_group(scheme.group_size or K, K)
+            group = activation_group(scheme.group_size or K, K)
+            inputs = inputs_of("int8", False, name.endswith(NORMED), rotated)
+            groups[name] = K if inputs == "whole" else group
     return groups
 
 

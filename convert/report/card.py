@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-from lowbit.convert.measure.pair import is_rotated
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.plan.compatibility import (
     packed_drafter,
@@ -20,7 +19,7 @@ from lowbit.convert.report.source_card import SourceCard
 from lowbit.convert.report.verdict import judge
 from lowbit.formats.architectures import is_drafter, kind_of, part_of
 from lowbit.formats.kept_vocabulary import read_kept_vocabulary
-from lowbit.formats.layout.manifest import Manifest
+from lowbit.formats.layout.manifest import Manifest, is_rotated
 from lowbit.formats.layout.quantization_config import unserved
 from lowbit.formats.layout.scheme import SERVED_BITS, Scheme, of_most_weights
 from lowbit.formats.packed import PackedCheckpoint

@@ -12,7 +12,7 @@ import torch
 from make_random_checkpoint import config_of
 from torch import Tensor
 
-from lowbit.formats.activation_modes import HEAD_INPUTS, Activations, Inputs
+from lowbit.formats.activation_modes import HEAD_INPUTS, Activations, Inputs, inputs_of
 from lowbit.formats.architectures import kind_of, prefix_of, read_config, tensor_table
 from lowbit.formats.architectures.footprint import state_bytes
 from lowbit.formats.kv_cache import BF16_CACHE, CacheType
@@ -75,7 +75,7 @@ def packed(
     if inputs == "exact":
         return TiledLinear(words, scales, *sizes, arrived=arrived)
     w = TiledLinear(words, scales, *sizes, activations="int8", arrived=arrived)
-    return replace(w, bounds=tile_bounds(w), remainders=inputs == "int16")
+    return replace(w, bounds=tile_bounds(w), remainders=inputs == "int16", whole=inputs == "whole")
 
 
 def packed_experts(
@@ -111,9 +111,10 @@ class RandomWeights:
     shapes: Mapping[str, tuple[int, ...]]
     bits: int
     device: str = "cuda"
-    activations: Activations = "exact"  # inputs of packed linears; see `HEAD_INPUTS`
+    activations: Activations = "exact"  # inputs of packed linears; see `inputs_of`
     schemes: Mapping[str, Scheme] = field(default_factory=dict)  # of modules without `bits`
     head_rows: int = 0  # of a drafter's heads; 0 for all
+    rotated: bool = False  # see `inputs_of`
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Small numbers of either sign; a decay rate is not negative."""
@@ -128,10 +129,11 @@ class RandomWeights:
         """A tied head, or a small linear of a drafter."""
         if len(weight) < MOST_DENSE:
             return DenseLinear(weight)
-        return self.packed(HEAD_BITS, len(weight), weight.shape[1], head=True)
+        inputs = HEAD_INPUTS[self.activations]
+        return self.packed(HEAD_BITS, len(weight), weight.shape[1], inputs=inputs)
 
     def linear(
-        self, *modules: str, paired: bool = False, head: bool = False
+        self, *modules: str, paired: bool = False, head: bool = False, normed: bool = False
     ) -> GpuLinear | CpuLinear:
         """One linear over the rows of several modules."""
         shapes = [self.shapes[f"{module}.weight"] for module in modules]
@@ -140,7 +142,8 @@ class RandomWeights:
         if modules[0].endswith(DENSE):
             return DenseLinear(0.02 * torch.randn(N, K, device=self.device).bfloat16())
         scheme = self.schemes.get(modules[0], Scheme(bits_of(modules[0], self.bits), GROUP))
-        return self.packed(scheme.bits, N, K, paired, head, scheme.group_size or K)
+        inputs = inputs_of(self.activations, head, normed, self.rotated)
+        return self.packed(scheme.bits, N, K, paired, inputs, scheme.group_size or K)
 
     def stack(
         self, experts: Sequence[Sequence[str]], paired: bool = False
@@ -162,11 +165,10 @@ class RandomWeights:
         N: int,
         K: int,
         paired: bool = False,
-        head: bool = False,
+        inputs: Inputs = "exact",
         group: int = GROUP,
     ) -> GpuLinear | CpuLinear:
         """A quantized linear of the device."""
-        inputs = HEAD_INPUTS[self.activations] if head else self.activations
         if self.device == "cpu":
             return packed_on_cpu(bits, N, K, inputs, group)
         return packed(bits, N, K, paired, inputs, group)
@@ -232,7 +234,8 @@ def engine_of(
     torch.manual_seed(0)
     config = read_config(raw)
     shapes = {spec.name: spec.shape for spec in tensor_table(raw)}
-    weights: Any = RandomWeights(shapes, bits, device, activations, schemes)
+    rotated = not getattr(config, "mtp_layers", 0)  # as lowbit-convert does by default
+    weights: Any = RandomWeights(shapes, bits, device, activations, schemes, rotated=rotated)
     model_type = raw["model_type"]
     decoder: Any = BUILD[model_type](config, prefix_of(raw), weights, ops, context)
     if getattr(config, "mtp_layers", 0):
@@ -358,7 +361,7 @@ def add_drafter(
 def random_rows(weights: RandomWeights, count: int, vocabulary: int, hidden: int) -> DraftRows[Any]:
     """So many rows of a head in INT4, of tokens all over the vocabulary."""
     ids = torch.arange(count, device=weights.device) * (vocabulary // count)
-    return DraftRows(ids, weights.packed(4, count, hidden, head=True))
+    return DraftRows(ids, weights.packed(4, count, hidden, inputs=HEAD_INPUTS[weights.activations]))
 
 
 def standing_sequences(

@@ -134,6 +134,14 @@ class Manifest:
         return (json.dumps(content, indent=1) + "\n").encode()
 
 
+def is_rotated(manifest: Manifest | None) -> bool:
+    """Tell whether a folder's hidden states are in another basis than its original's."""
+    if manifest is None:
+        return False
+    method = manifest.recipe.get("method")  # also of a recipe that another release knows
+    return isinstance(method, str) and "rotate" in method.split("+")
+
+
 def read_manifest(folder: Path) -> Manifest | None:
     """Read the manifest of a packed folder; None where there is none, as in other tools' files.
 

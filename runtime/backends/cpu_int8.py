@@ -1,4 +1,4 @@
-"""Packed linears with inputs in eight bits on a CPU: the product that `formats.activations` states.
+"""Packed linears with inputs in eight bits on a CPU: the products of `formats.activations`.
 
 Codes of weights and of inputs are widened to FP32, some groups at a time, and multiplied there: any
 order of these sums is exact, since every partial sum of a group is an integer below 2^24, on
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.activations import (
+    WHOLE_BOUND,
     activation_group,
     centres,
+    odd,
     quantize_activations,
     row_bounds,
     squared_norms,
@@ -40,6 +42,7 @@ class GroupedCodes:
     scales: Tensor  # [groups, N] float32
     bounds: Tensor  # [N] float32, of `row_bounds`
     K: int
+    whole: bool = False  # inputs have one scale a token, and scales their last bit set
 
     @property
     def size_bytes(self) -> int:
@@ -54,8 +57,8 @@ def grouped_bytes(N: int, K: int, group_size: int) -> int:
     return N * (groups * (group + torch.float32.itemsize) + torch.float32.itemsize)
 
 
-def grouped(w: PackedLinear) -> GroupedCodes:
-    """The form of a packed weight that takes inputs in eight bits."""
+def grouped(w: PackedLinear, whole: bool = False) -> GroupedCodes:
+    """The form of a packed weight for inputs in eight bits; whole: with one scale a token."""
     group = activation_group(w.group_size, w.K)
     groups = -(-w.K // group)
     codes = torch.zeros(groups, w.N, group, dtype=torch.int8)
@@ -67,7 +70,8 @@ def grouped(w: PackedLinear) -> GroupedCodes:
         squares[rows] = squared_norms(part, w.scales[rows])
     starts = torch.arange(0, w.K, group)
     scales = w.scales.float().T[starts // w.group_size].contiguous()
-    return GroupedCodes(codes, scales, row_bounds(squares, groups), w.K)
+    scales = odd(scales) if whole else scales
+    return GroupedCodes(codes, scales, row_bounds(squares, groups), w.K, whole)
 
 
 def grouped_product(
@@ -87,9 +91,9 @@ def grouped_product(
 
 def _product(x: Tensor, w: GroupedCodes) -> Tensor:
     groups, N, group = w.codes.shape
-    q, s = quantize_activations(x, group)
-    tokens = token_bounds(q, s, group)
-    codes, s = _in_groups(q, group).float(), s.T.double()[:, :, None]  # [groups, M, A]
+    q, s = quantize_activations(x, w.K if w.whole else group)
+    tokens = s.new_full((len(q),), WHOLE_BOUND) if w.whole else token_bounds(q, s, group)
+    codes, parts = _in_groups(q, group).float(), s.T.double()[:, :, None]  # [groups, M, A]
     y = torch.zeros(len(x), N)
     step = min(N, max(LEAST_ROWS, WIDE_SUMS // len(x)))
     together = max(1, min(WIDE_CODES // (step * group), WIDE_SUMS // (step * len(x))))
@@ -100,11 +104,15 @@ def _product(x: Tensor, w: GroupedCodes) -> Tensor:
         for first in range(0, groups, together):
             part = slice(first, first + together)
             sums = torch.bmm(codes[part], w.codes[part, rows].float().transpose(1, 2))
-            products = sums.mul_(w.scales[part, None, rows]).double().mul_(s[part])
+            scales = w.scales[part, None, rows]
+            if w.whole:
+                products = sums.double().mul_(scales)
+            else:
+                products = sums.mul_(scales).double().mul_(parts[part])
             for product in products:
                 torch.add(product, total, out=total)
         y[:, rows] = total - centre
-    return y
+    return y.mul_(s) if w.whole else y
 
 
 def _in_groups(codes: Tensor, group: int) -> Tensor:

@@ -133,8 +133,8 @@ def prepare(
     """
     if isinstance(w, DenseLinear):
         return DenseLinear(w.weight.to(dtype))
-    if inputs == "int8":
-        return grouped(w)
+    if inputs in ("int8", "whole"):
+        return grouped(w, whole=inputs == "whole")
     if w.scales.dtype == dtype == torch.bfloat16:
         if _int8_rows_fit(w.K, w.bits, w.group_size):
             return Int8Rows(unpack(w.codes, w.bits, w.K), w.scales[:, 0].contiguous())

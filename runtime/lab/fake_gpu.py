@@ -155,6 +155,7 @@ def meta_runner(opened: OpenedModel, options: LoadOptions, vocabulary: int) -> R
     weights = MetaWeights(
         *(opened.checkpoint, opened.schemes, "meta", DTYPE, cuda.prepare, cuda.gathered),
         activations=opened.activations,
+        rotated=opened.rotated,
     )
     decoder = build_decoder(opened, weights, cuda, size.context)
     kind = choose_cache_type(account, options).cache_type

@@ -96,7 +96,7 @@ def build(
         layers.append(
             Layer(
                 input_norm=weights.tensor(f"{p}.input_layernorm.weight"),
-                qkv=weights.linear(*qkv),
+                qkv=weights.linear(*qkv, normed=True),
                 o=weights.linear(f"{attn}.o_proj"),
                 post_norm=weights.tensor(f"{p}.post_attention_layernorm.weight"),
                 mlp=read_mlp(weights, f"{p}.mlp", config.experts),

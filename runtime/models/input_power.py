@@ -87,7 +87,9 @@ class _WatchedWeights(Weights[WatchedLinear]):
 
     power: dict[str, Tensor] = field(default_factory=dict)
 
-    def linear(self, *modules: str, paired: bool = False, head: bool = False) -> WatchedLinear:
+    def linear(
+        self, *modules: str, paired: bool = False, head: bool = False, normed: bool = False
+    ) -> WatchedLinear:
         """Rows of several modules, in the given order."""
         return WatchedLinear(partial(self.dense_rows, modules), modules, self.power)
 

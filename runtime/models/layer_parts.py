@@ -53,7 +53,7 @@ def read_mlp(weights: Weights[W], p: str, experts: Experts | None) -> Mlp[W]:
     """Read the MLP, or the experts, whose tensors begin with `p`."""
     if experts is None:
         return MlpWeights(
-            gate_up=weights.linear(f"{p}.gate_proj", f"{p}.up_proj", paired=True),
+            gate_up=weights.linear(f"{p}.gate_proj", f"{p}.up_proj", paired=True, normed=True),
             down=weights.linear(f"{p}.down_proj"),
         )
     each = [f"{p}.experts.{number}" for number in range(experts.count)]

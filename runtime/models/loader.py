@@ -23,6 +23,7 @@ from lowbit.formats.architectures import (
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.draft_head import DraftHead, open_draft_head
 from lowbit.formats.errors import RequestError, UnsupportedModelError
+from lowbit.formats.layout.manifest import is_rotated
 from lowbit.formats.layout.packing import PACKED, SCALE
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
 from lowbit.formats.layout.rtn import ScaleRule
@@ -75,6 +76,7 @@ class OpenedModel:
     draft: DraftHead | None = None
     drafter: "OpenedModel | None" = None  # its drafter; None without one; it excludes the head
     activations: Activations = "exact"  # inputs of its packed linears, heads aside
+    rotated: bool = False  # whether hidden states are in another basis than the original's
     share: Share = ALONE  # the rank that it is the shard of, see `shards`
     head_rows: int | None = None  # rows that are kept of a drafter's heads; None for all
     # Parts of the whole model with which the first rank drafts, see `lone_head`
@@ -210,6 +212,7 @@ def open_model(
         schemes=packed.schemes,
         head=head,
         draft=open_draft_head(folder, config) if head and quantize is None else None,
+        rotated=is_rotated(packed.manifest),
     )
 
 
@@ -422,6 +425,7 @@ def cuda_weights(
     return Weights(
         *(opened.checkpoint, opened.schemes, device, dtype, prepare, cuda.gathered),
         activations=opened.activations,
+        rotated=opened.rotated,
     )
 
 
@@ -432,7 +436,9 @@ def cpu_weights(opened: OpenedModel, dtype: torch.dtype) -> Weights[CpuLinear]:
         return prepare(w, dtype, inputs)
 
     return Weights(
-        *(opened.checkpoint, opened.schemes, "cpu", dtype, made), activations=opened.activations
+        *(opened.checkpoint, opened.schemes, "cpu", dtype, made),
+        activations=opened.activations,
+        rotated=opened.rotated,
     )
 
 

@@ -172,7 +172,7 @@ def read_gain(weights: Weights[W], name: str) -> Tensor:
 def _attention(weights: Weights[W], p: str, index: int, rope: Rope, eps: float) -> Attention[W]:
     q_norm, k_norm = (read_gain(weights, f"{p}.{x}_norm.weight") for x in "qk")
     return Attention(
-        qkv=weights.linear(f"{p}.q_proj", f"{p}.k_proj", f"{p}.v_proj"),
+        qkv=weights.linear(f"{p}.q_proj", f"{p}.k_proj", f"{p}.v_proj", normed=True),
         layer=AttentionLayer(index, rope, eps, q_norm, k_norm, gated=True),
         out=weights.linear(f"{p}.o_proj"),
     )
@@ -180,7 +180,7 @@ def _attention(weights: Weights[W], p: str, index: int, rope: Rope, eps: float) 
 
 def _delta_net(config: Qwen35Config, weights: Weights[W], p: str, index: int) -> DeltaNet[W]:
     return DeltaNet(
-        qkvz=weights.linear(f"{p}.in_proj_qkv", f"{p}.in_proj_z"),
+        qkvz=weights.linear(f"{p}.in_proj_qkv", f"{p}.in_proj_z", normed=True),
         ba=weights.linear(f"{p}.in_proj_b", f"{p}.in_proj_a"),
         layer=DeltaLayer(
             index=index,

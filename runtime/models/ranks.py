@@ -59,6 +59,7 @@ def load_rank(
     weights = Weights(
         *(shard.checkpoint, shard.schemes, "cpu", dtype, made),
         activations=shard.activations,
+        rotated=shard.rotated,
         formed=formed,
     )
     decoder = build_decoder(shard, weights, RankOps(exchange), context)
@@ -102,6 +103,7 @@ def load_rank_on_gpu(
         *(shard.checkpoint, shard.schemes, "cuda", dtype, cuda_parallel.prepare),
         gather=cuda_parallel.gathered,
         activations=shard.activations,
+        rotated=shard.rotated,
         formed=formed,
     )
     mixed = most_tokens if shard.config.experts is not None else 0

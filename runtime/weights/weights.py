@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lowbit.formats.activation_modes import HEAD_INPUTS, Activations, Inputs
+from lowbit.formats.activation_modes import Activations, Inputs, inputs_of
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import (
     PACKED,
@@ -68,6 +68,7 @@ class Weights(Generic[W]):
     # rows below each other, and the number of experts
     gather: Gather[W] = one_by_one
     activations: Activations = "exact"  # inputs of packed linears, other than heads
+    rotated: bool = False  # whether hidden states are; see `inputs_of`
     # what a model keeps of the linear of a module, or of several from a first one on
     formed: Callable[[str, W], W] = as_made
     head_rows: Tensor | None = None  # [N] int64, rows of heads that are kept; None for all
@@ -106,12 +107,15 @@ class Weights(Generic[W]):
         """A linear, of a name, that shares a tensor already read: a tied embedding as the head."""
         return self.formed(module, self.prepare(DenseLinear(weight), False, "exact"))
 
-    def linear(self, *modules: str, paired: bool = False, head: bool = False) -> W:
+    def linear(
+        self, *modules: str, paired: bool = False, head: bool = False, normed: bool = False
+    ) -> W:
         """One linear over the rows of several modules of one scheme, in the given order.
 
         paired: the rows of the first half of the modules, gates, meet those of the others, ups, one
             by one.
         head: its outputs are logits, so that its inputs keep 16 bits; see `head_rows`.
+        normed: its inputs always come with a norm, which their product takes; see `inputs_of`.
         """
         scheme, kept = self.schemes.get(modules[0]), self.head_rows if head else None
         if scheme is None:
@@ -132,7 +136,7 @@ class Weights(Generic[W]):
             bits=bits,
             group_size=scheme.group_size or codes.shape[1] * WORD_BITS // bits,
         )
-        inputs = HEAD_INPUTS[self.activations] if head else self.activations
+        inputs = inputs_of(self.activations, head, normed, self.rotated)
         form = self.prepare(packed, paired, inputs)
         return self.formed(modules[0], form)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowbit.formats.activations import (
+    WHOLE_BOUND,
     activation_group,
     centres,
     dequantize_activations,
@@ -20,6 +21,7 @@ from lowbit.formats.activations import (
     row_bounds,
     squared_norms,
     token_bounds,
+    whole_product_ref,
 )
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -165,6 +167,51 @@ def test_product_adds_the_groups_in_any_order(K: int, group_size: int) -> None:
     size = dequantize_activations(q, s, group).double().abs() @ weight.abs().T
     # Half of a multiple, and half of a unit of each term.
     assert ((y - exact).abs() <= -(-K // group) * centre / 6 * 2.0**-22 + size * 2.0**-24).all()
+
+
+@pytest.mark.parametrize(("K", "group_size"), [(192, 64), (512, 128), (512, 512), (200, 200)])
+def test_product_of_tokens_with_one_scale(K: int, group_size: int) -> None:
+    """Groups in any order: terms that BF16 scales would leave half way, and zeros, among them."""
+    generator = torch.Generator().manual_seed(K)
+    codes = torch.randint(-128, 128, (3, K), generator=generator, dtype=torch.int8)
+    scales = torch.randn(3, K // group_size, generator=generator).bfloat16()
+    scales[0, 0], scales[1, 0] = 0, 2.0**-7
+    group = activation_group(group_size, K)
+    x = inputs(K, (2, K), 3.0)
+    q, s = quantize_activations(x, K)
+    assert s.shape == (2, 1)
+    y = whole_product_ref(q, s, codes, scales)
+    rows = row_bounds(squared_norms(codes, scales), -(-K // group))
+    for m, n in ((m, n) for m in range(2) for n in range(3)):
+        begin, terms = Fraction(rows[n].item() * WHOLE_BOUND), []
+        for start in range(0, K, group):
+            part = slice(start, start + group)
+            products = zip(q[m, part].tolist(), codes[n, part].tolist(), strict=True)
+            factor = odd(Fraction(scales[n, start // group_size].item()))
+            terms.append(sum(x * code for x, code in products) * factor)
+        for order in (terms, terms[::-1], sorted(terms)):
+            total = begin
+            for term in order:
+                total = fp32(total + term)
+            assert Fraction(y[m, n].item()) == fp32((total - begin) * Fraction(s[m, 0].item()))
+    weight = codes.double() * scales.double().repeat_interleave(group_size, 1)
+    exact = dequantize_activations(q, s, K).double() @ weight.T
+    size = dequantize_activations(q, s, K).double().abs() @ weight.abs().T
+    # Half of a multiple of each term, a last bit of each scale, and two roundings of the sum.
+    half = -(-K // group) * rows * WHOLE_BOUND / 6 * 2.0**-22 * s
+    assert ((y - exact).abs() <= half + size * 2.0**-22).all()
+
+
+@given(seed=st.integers(0, 2**32), bits=st.sampled_from([2, 4, 8]))
+def test_no_sum_of_tokens_with_one_scale_leaves_its_power_of_two(seed: int, bits: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    least, most = -(2 ** (bits - 1)), 2 ** (bits - 1)
+    codes = torch.randint(least, most, (4, 1024), generator=generator).to(torch.int8)
+    codes[0] = least
+    scales = torch.randn(4, 8, generator=generator).abs()
+    weight = codes.double().abs() * scales.double().repeat_interleave(128, 1)
+    centre = row_bounds(squared_norms(codes, scales), 8).double() * WHOLE_BOUND
+    assert (127 * weight.sum(1) < centre / 3).all()  # of any token
 
 
 @given(seed=st.integers(0, 2**32), K=st.sampled_from([128, 1024]), bits=st.sampled_from([2, 4, 8]))

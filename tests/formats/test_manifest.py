@@ -22,6 +22,7 @@ from lowbit.formats.layout.manifest import (
     OutputTensor,
     Source,
     SourceTensor,
+    is_rotated,
     json_bytes,
     read_manifest,
     weights_digest,
@@ -97,6 +98,15 @@ def test_content() -> None:
         "group_size": 128,
     }
     assert manifest().to_bytes().endswith(b"\n}\n")
+
+
+@pytest.mark.parametrize(
+    ("method", "rotated"),
+    [("gptq+rotate", True), ("gptq+rotate+autoround", True), ("gptq", False), (None, False)],
+)
+def test_a_method_that_rotates_is_known(method: str | None, rotated: bool) -> None:
+    assert is_rotated(replace(manifest(), recipe={"method": method})) == rotated
+    assert not is_rotated(None)
 
 
 def test_folder_without_manifest(tmp_path: Path) -> None:

@@ -160,9 +160,7 @@ def int8_variant(
     group, row_steps = activation_group(W.G, W.K), -(-W.K // STEP_K)
     long = W.K >= STREAM_K and tokens >= STREAM_TOKENS
     if by_wgmma and (long or tokens >= STREAM_ALL):
-        few = stream_launch(
-            bits, tiles, row_steps, group, tokens, card.multiprocessors, W.WHOLE
-        )
+        few = stream_launch(bits, tiles, row_steps, group, tokens, card.multiprocessors, W.WHOLE)
         if few is not None:
             return Variant("stream", tokens, launch=few)
     room = power_of_two(min(tokens, INT8_GEMV_TOKENS))

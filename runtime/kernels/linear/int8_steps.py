@@ -86,9 +86,7 @@ def multiply_step(
                     else:
                         before = found[((group - 1) * TILES + r) * 4 + i]
                     token = as_float(pair[i % 2])
-                    found = found + (
-                        added_term(before, d[i], scale[i // 2], token, X.WHOLE),
-                    )
+                    found = found + (added_term(before, d[i], scale[i // 2], token, X.WHOLE),)
         for i in gl.static_range(4 * TILES):
             added = added + (found[(GROUPS - 1) * TILES * 4 + i],)
     sums = ()

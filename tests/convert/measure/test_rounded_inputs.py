@@ -86,4 +86,6 @@ def test_experts_are_rounded_in_their_groups_and_routers_are_not() -> None:
     weights = SimpleNamespace(packed_schemes=lambda: schemes, shape=lambda name: (8, 576))
     model: Any = SimpleNamespace(prefix="model.", weights=weights)
     expected = {"mlp.experts.0.down_proj": 64, "self_attn.q_proj": 64, "self_attn.o_proj": 128}
-    assert input_groups(model, 1) == expected
+    assert input_groups(model, 1, rotated=False) == expected
+    rotated = expected | {"self_attn.q_proj": 576}  # one scale a token behind a norm
+    assert input_groups(model, 1, rotated=True) == rotated

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from lowbit.formats.activation_modes import Inputs
 from lowbit.formats.activations import (
     activation_group,
     grouped_product_ref,
     quantize_activations,
+    whole_product_ref,
 )
 from lowbit.formats.layout.packing import unpack
 from lowbit.formats.layout.scheme import Scheme
@@ -44,6 +46,11 @@ def inputs(M: int, K: int, dtype: torch.dtype) -> Tensor:
 def reference(x: Tensor, w: PackedLinear) -> Tensor:
     q, s = quantize_activations(x, activation_group(w.group_size, w.K))
     return grouped_product_ref(q, s, unpack(w.codes, w.bits, w.K), w.scales)
+
+
+def whole_reference(x: Tensor, w: PackedLinear) -> Tensor:
+    q, s = quantize_activations(x, w.K)
+    return whole_product_ref(q, s, unpack(w.codes, w.bits, w.K), w.scales)
 
 
 @pytest.fixture(params=[True, False], ids=["pieces", "whole"])
@@ -80,10 +87,21 @@ def test_the_product_is_the_reference(w: PackedLinear, dtype: torch.dtype, M: in
         assert torch.equal(both[1], linear(cpu.rms_norm(x, norm, EPS), small))
 
 
+@pytest.mark.usefixtures("in_pieces")
+@pytest.mark.parametrize("w", WEIGHTS, ids=IDS)
+def test_the_product_of_tokens_with_one_scale_is_the_reference(w: PackedLinear) -> None:
+    x, made = inputs(70, w.K, torch.bfloat16), prepare(w, torch.bfloat16, "whole")
+    gain = (1 + 0.1 * torch.randn(w.K, generator=torch.Generator().manual_seed(1))).bfloat16()
+    factor = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
+    normed = factor * whole_reference((x.float() * gain.float()).bfloat16(), w)
+    assert torch.equal(cpu.product(x, made, norm=gain, eps=EPS), normed.bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["int8", "whole"])
 @pytest.mark.parametrize("w", WEIGHTS[1:5:3], ids=IDS[1:5:3])
-def test_a_token_has_the_same_bits_in_any_company(w: PackedLinear) -> None:
+def test_a_token_has_the_same_bits_in_any_company(w: PackedLinear, kind: Inputs) -> None:
     x, gain = inputs(700, w.K, torch.bfloat16), torch.linspace(0.5, 2, w.K).bfloat16()
-    made = prepare(w, torch.bfloat16, "int8")
+    made = prepare(w, torch.bfloat16, kind)
 
     def product(x: Tensor) -> Tensor:
         return cpu.product(x, made, norm=gain, eps=EPS, swiglu=True)
@@ -96,12 +114,13 @@ def test_a_token_has_the_same_bits_in_any_company(w: PackedLinear) -> None:
         assert torch.equal(torch.cat([product(part) for part in torch.split(x, size)]), whole)
 
 
+@pytest.mark.parametrize("kind", ["int8", "whole"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_numbers_that_are_not_finite_stay_with_their_token(bad: float) -> None:
+def test_numbers_that_are_not_finite_stay_with_their_token(bad: float, kind: Inputs) -> None:
     w = WEIGHTS[4]
     x = inputs(3, w.K, torch.bfloat16)
     x[1, 570] = bad
-    y = cpu.product(x, prepare(w, torch.bfloat16, "int8"), norm=torch.ones(w.K), eps=EPS)
+    y = cpu.product(x, prepare(w, torch.bfloat16, kind), norm=torch.ones(w.K), eps=EPS)
     assert y.isnan().all(1).tolist() == [False, True, False]
     assert y[::2].isfinite().all()
 

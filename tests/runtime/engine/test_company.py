@@ -16,6 +16,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.plan import OpenRow
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.models import loader
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.state.step import NO_SLOT, Span, Step
 from lowbit.runtime.thresholds import EXACT_TOKENS, SEQUENCE_TOKENS
@@ -286,8 +287,12 @@ def test_several_tokens_of_several_sequences(model: lowbit.Model) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_rounded_inputs_give_a_token_the_same_bits_in_a_prompt(shorten: Shorten) -> None:
+@pytest.mark.parametrize("rotated", [False, True], ids=["groups", "one-scale"])
+def test_rounded_inputs_give_a_token_the_same_bits_in_a_prompt(
+    shorten: Shorten, monkeypatch: pytest.MonkeyPatch, rotated: bool
+) -> None:
     """Steps have the same bits, a prompt up to its attention, which adds in another order there."""
+    monkeypatch.setattr(loader, "is_rotated", lambda manifest: rotated)
     model = lowbit.load(
         shorten("tiny-qwen3"),
         device="cpu",

@@ -73,10 +73,30 @@ def in_eight_bits(full: bool) -> Iterator[str]:
             x, w = zeros(tokens, 4096), weight(bits, 4096, 4096, G, activations="int8")
             cuda.product(x, w, added=x)
             yield f"G{G} INT{bits} B{tokens} int8"
+    yield from behind_norms(full)
     for bits, tokens in [(8, 1), (8, 16), (8, 64), *([(4, 4), (4, 64)] if full else [])]:
         head = weight(bits, VOCABULARY, 4096, activations="int16")
         cuda.product(zeros(tokens, 4096), head, norm=zeros(4096), eps=EPS, logits=True)
         yield f"head INT{bits} B{tokens} int16"
+
+
+def behind_norms(full: bool) -> Iterator[str]:
+    """Linears of rotated models, whose tokens have one scale."""
+    from lowbit.runtime.backends import cuda
+
+    cases = [("8B", 4, 128, 2), ("8B", 4, 128, 16), ("8B", 4, 128, 600), ("14B", 8, 128, 1)]
+    if full:
+        cases = [(model, bits, 128, 1) for model in MODELS for bits in (4, 8)]
+        cases += [("8B", bits, 128, n) for bits in (2, 3, 4, 8) for n in (2, 4, 8, 16, 64, 600)]
+        cases += [(model, bits, 128, tokens) for model, tokens in FEW for bits in (4, 8)]
+        cases += [("8B", bits, 32, n) for bits in (4, 8) for n in (1, 8, 32, 64, 600)]
+    for model, bits, G, tokens in cases:
+        hidden, inner, qkv, _ = MODELS[model]
+        x, gain = zeros(tokens, hidden), zeros(hidden)
+        for rows, paired in ((qkv, False), (2 * inner, True)):
+            w = weight(bits, rows, hidden, G, paired=paired, activations="whole")
+            cuda.product(x, w, norm=gain, eps=EPS, swiglu=paired)
+        yield f"{model} INT{bits} G{G} B{tokens} whole"
 
 
 def linears(

@@ -265,14 +265,19 @@ def test_a_tied_head_shares_the_embedding(make_model: "Callable[..., PackedModel
     assert decoder.head.weight.data_ptr() == dense_embedding(decoder).data_ptr()
 
 
+@pytest.mark.parametrize("rotated", [False, True], ids=["", "rotated"])
 @pytest.mark.parametrize("kind", ["dense", "experts", "hybrid"])
 def test_activations_reach_every_packed_linear_but_heads(
     make_model: "Callable[..., PackedModel]",
     make_experts: "Callable[..., PackedModel]",
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
+    rotated: bool,
 ) -> None:
-    """By the tensor table: a head is known by the vocabulary, or the rows of the draft head."""
+    """By the tensor table: a head is known by the vocabulary, or the rows of the draft head.
+
+    Linears behind norms, whose names say it, have one scale a token in a rotated model.
+    """
     makers: dict[str, Callable[[], PackedModel]] = {
         "dense": make_model,
         "experts": partial(make_experts, False),
@@ -280,11 +285,13 @@ def test_activations_reach_every_packed_linear_but_heads(
     }
     made = makers[kind]()
     opened = with_activations(open_model(made.folder, head=True), "int8")
+    assert not opened.rotated
+    opened = replace(opened, rotated=rotated)
     if opened.head:
         codes = torch.zeros(48, 16, dtype=torch.int32)
         ids, scale = torch.arange(48, dtype=torch.int32), torch.ones(48, 1, dtype=torch.bfloat16)
         opened = replace(opened, draft=DraftHead(ids, codes, scale, Scheme(8, 64)))
-    seen: dict[str, list[int]] = {"exact": [], "int8": [], "int16": [], "dense": []}
+    seen: dict[str, list[int]] = {kind: [] for kind in ("exact", "int8", "whole", "int16", "dense")}
 
     def recorded(w: Linear, dtype: torch.dtype, inputs: str) -> Any:
         seen[inputs if isinstance(w, PackedLinear) else "dense"].append(w.N * w.K)
@@ -293,7 +300,11 @@ def test_activations_reach_every_packed_linear_but_heads(
     monkeypatch.setattr(loader, "prepare", recorded)
     load_decoder(opened, "cpu", torch.bfloat16, 16)
     inner = [spec for spec in opened.specs if spec.quantizable and spec.role != "head"]
-    assert sum(seen["int8"]) == sum(math.prod(spec.shape) for spec in inner)
+    behind = re.compile(r".*(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj|in_proj_(qkv|z))")
+    whole = [spec for spec in inner if rotated and behind.fullmatch(spec.module)]
+    assert sum(seen["whole"]) == sum(math.prod(spec.shape) for spec in whole)
+    assert bool(whole) == rotated
+    assert sum(seen["int8"] + seen["whole"]) == sum(math.prod(spec.shape) for spec in inner)
     assert seen["int16"] == [ROWS * 64]
     assert seen["exact"] == ([48 * 64] if opened.head else [])
     gates = [spec for spec in opened.specs if spec.role == "delta_gate" and len(spec.shape) == 2]

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from lowbit.formats.activations import activation_group, grouped_product_ref, quantize_activations
+from lowbit.formats.activation_modes import Inputs
+from lowbit.formats.activations import (
+    activation_group,
+    grouped_product_ref,
+    quantize_activations,
+    whole_product_ref,
+)
 from lowbit.formats.layout.packing import unpack
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.kernels.launch import choose
@@ -91,6 +97,12 @@ def product(x: Tensor, w: PackedLinear) -> Tensor:
     return grouped_product_ref(q, s, unpack(w.codes, w.bits, w.K), w.scales)
 
 
+def whole_product(x: Tensor, w: PackedLinear) -> Tensor:
+    """The bits of a product of tokens with one scale: [M, N] float32."""
+    q, s = quantize_activations(x, w.K)
+    return whole_product_ref(q, s, unpack(w.codes, w.bits, w.K), w.scales)
+
+
 def check(x: Tensor, w: TiledLinear, expected: Tensor, **fused: Any) -> None:
     """Tokens alone, and among others, are the expected ones to the bit."""
     for count in (1, 3, MOST) if fused else (1, 2, 3, 4, 7, MOST):
@@ -144,8 +156,8 @@ def test_no_launch_changes_a_bit(
     assert torch.equal(y, product(x, w))
 
 
-FUSED = [(4, 1024, 128, fused) for fused in ("norm", "heads", "paired")]
-WIDER = [(8, 2080, 32, fused) for fused in ("norm", "heads", "paired")]
+FUSED = [(4, 1024, 128, fused) for fused in ("norm", "heads", "paired", "whole")]
+WIDER = [(8, 2080, 32, fused) for fused in ("norm", "heads", "paired", "whole")]
 
 
 @in_kernels("8-2080-32-norm")
@@ -167,14 +179,16 @@ def test_norms_and_pairs(
     else:
         given["norm"] = (1 + 0.3 * randn(K)).float()
         factor = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
-        expected = product((x.float() * given["norm"]).bfloat16(), w) * factor
+        gained = (x.float() * given["norm"]).bfloat16()
+        expected = (whole_product if fused == "whole" else product)(gained, w) * factor
     if fused == "paired":
         gate, up = expected.chunk(2, -1)
         expected = silu(gate) * up
     else:
         expected = expected + residual
         given["added"] = residual
-    tiled = cuda.prepare(w, paired=fused == "paired", inputs="int8")
+    kind: Inputs = "whole" if fused == "whole" else "int8"
+    tiled = cuda.prepare(w, paired=fused == "paired", inputs=kind)
     assert isinstance(tiled, TiledLinear)
 
     def compute(tokens: slice) -> Tensor:
@@ -196,7 +210,7 @@ class Promise:
     """A linear, what is fused with it, and the tokens of a prompt."""
 
     case: Case
-    fused: str  # of `norm`, `paired`, `heads`, `added` and `bias`
+    fused: str  # of `norm`, `whole`, `paired`, `heads`, `added` and `bias`
     prompt: int
 
     def __str__(self) -> str:
@@ -210,6 +224,10 @@ PROMISES = [
     Promise(Case(2, 48, 1152, 128), "norm", 20),
     Promise(Case(3, 32, 1280, 256, FP32), "added", 66),
     Promise(Case(8, 48, 1088, 1088), "bias", 17),
+    Promise(Case(4, 144, 640, 128), "whole norm bias", 40),
+    Promise(Case(4, 48, 1120, 32, FP32), "whole norm paired", 20),
+    Promise(Case(2, 48, 1280, 256), "whole norm", 17),
+    Promise(Case(8, 48, 1088, 1088), "whole norm paired", 30),
 ]
 LARGER = [
     Promise(Case(bits, 6144, 4096, G), fused, 1000)
@@ -224,6 +242,11 @@ LARGER = [
 LARGER += [
     Promise(Case(4, 256, 4096, 128), "heads added", 300),
     Promise(Case(8, 96, 1088, 64), "norm paired", 300),
+    Promise(Case(4, 6144, 4096, 128), "whole norm bias", 1000),
+    Promise(Case(4, 4096, 5120, 128), "whole norm paired", 300),
+    Promise(Case(8, 2048, 2560, 128), "whole norm paired", 300),
+    Promise(Case(3, 512, 896, 128), "whole norm", 300),
+    Promise(Case(4, 512, 2048, 32, FP32), "whole norm", 300),
 ]
 
 
@@ -249,7 +272,8 @@ def test_a_token_has_its_bits_in_any_step_and_prompt(
     x = (randn(most, case.K) * torch.logspace(-2, 2, most).to(randn(1))[:, None]).bfloat16()
     step = max(1, most // 8)
     x[step * 5, 3] = torch.inf
-    tiled = cuda.prepare(made(case, make_packed), "paired" in fused, inputs="int8")
+    kind: Inputs = "whole" if "whole" in fused else "int8"
+    tiled = cuda.prepare(made(case, make_packed), "paired" in fused, inputs=kind)
     assert isinstance(tiled, TiledLinear)
     norm = (1 + 0.3 * randn(case.K)).float() if "norm" in fused else None
     added = randn(most if "added" in fused else 1, case.N)
@@ -282,7 +306,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 @in_kernels("INT4-N144-*", "INT3-*")
-@pytest.mark.parametrize("promise", PROMISES, ids=str)
+@pytest.mark.parametrize("promise", [p for p in PROMISES if "whole" not in p.fused], ids=str)
 def test_partial_sums_of_many_tokens_have_the_bits_of_lone_ones(
     make_packed: MakePacked, randn: Randn, promise: Promise
 ) -> None:

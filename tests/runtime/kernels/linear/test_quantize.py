@@ -130,3 +130,29 @@ def test_norms_of_heads(randn: Randn, K: int, heads: int, group: int) -> None:
         assert int(apart.view(-1, 16, 128)[:, :5].abs().max()) <= 1
     else:
         check(scaled, made, 8, group, 16)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("K", [416, 4160])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tokens_with_one_scale(randn: Randn, dtype: torch.dtype, K: int, bits: int) -> None:
+    """Scales are factors, times those of norms, and bounds are left out."""
+    x, gain = randn(20, K) * 3, (1 + 0.3 * randn(K)).to(dtype)
+    x[1], x[2, 7], x[3, K - 1] = 0, torch.nan, torch.inf
+    places = token_blocks(K, 128, 16, whole=True)
+    assert places.SIZE == 16 * 128
+    made = quantize(x, bits, places, norm=gain, eps=EPS)
+    rows = x[[*range(20), *[19] * 12]]
+    q, s = quantize_activations((rows.float() * gain.float()).bfloat16(), K)
+    expected = arranged(q, torch.zeros(32, -(-K // 128)).to(s), bits, token_blocks(K, 128, 16))
+    expected = expected[..., : places.SIZE].contiguous().view(torch.int32)
+    found = made[: expected.numel()].view(expected.shape)
+    sound = torch.tensor([n not in (2, 3) for n in range(32)], device=x.device).view(2, 16)
+    own, other = (each.view(*each.shape[:2], 16, 32)[:, sound] for each in (found, expected))
+    assert torch.equal(own, other)
+    factors = made[expected.numel() :].view(torch.float32)[:32]
+    norms = quantize(rows, bits, token_blocks(K, 128, 16), norm=gain, eps=EPS)[-64:-32]
+    assert torch.equal(factors.isnan(), s[:, 0].isnan())
+    assert torch.equal(factors.nan_to_num(), (s[:, 0] * norms.view(torch.float32)).nan_to_num())
+    with pytest.raises(ValueError, match="normed"):
+        quantize(x, bits, places)

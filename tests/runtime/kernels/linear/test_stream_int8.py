@@ -21,7 +21,14 @@ from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.weights.linear import PackedLinear
 from tests.lanes import in_kernels
 from tests.runtime.kernels.emulator import run_kernel
-from tests.runtime.kernels.linear.test_gemv_int8 import EPS, FP32, Case, made, product
+from tests.runtime.kernels.linear.test_gemv_int8 import (
+    EPS,
+    FP32,
+    Case,
+    made,
+    product,
+    whole_product,
+)
 
 MakePacked = Callable[[int, int, int, int], PackedLinear]
 Randn = Callable[..., Tensor]
@@ -113,7 +120,7 @@ def test_launches_that_are_chosen_have_the_bits_of_the_reference(
     check(made(case, make_packed), tokens_of(randn, case, launch.tokens), launch)
 
 
-@pytest.mark.parametrize("fused", ["norm", "paired", "bias"])
+@pytest.mark.parametrize("fused", ["norm", "paired", "bias", "whole"])
 @pytest.mark.parametrize("launch", LAUNCHES[1:3], ids=str)
 def test_norms_pairs_and_what_is_added(
     make_packed: MakePacked, randn: Randn, fused: str, launch: StreamLaunch
@@ -122,7 +129,8 @@ def test_norms_pairs_and_what_is_added(
     w, x = make_packed(4, 64, 1024, 128), randn(13, 1024)
     given: dict[str, Any] = {"eps": EPS, "norm": (1 + 0.3 * randn(1024)).float()}
     factor = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
-    expected = product((x.float() * given["norm"]).bfloat16(), w) * factor
+    gained = (x.float() * given["norm"]).bfloat16()
+    expected = (whole_product if fused == "whole" else product)(gained, w) * factor
     if fused == "paired":
         gate, up = expected.chunk(2, -1)
         expected = silu(gate) * up
@@ -132,10 +140,10 @@ def test_norms_pairs_and_what_is_added(
     else:
         given["added"] = randn(13, 64)
         expected = expected + given["added"]
-    tiled = prepared(w, fused == "paired")
+    tiled = prepared(w, fused == "paired", "whole" if fused == "whole" else "int8")
     y = module.stream_int8(x, tiled, launch, dtype=FP32, **given)
     assert float((y - expected).norm()) < 2e-6 * float(expected.norm())
-    if fused == "norm":
+    if fused in ("norm", "whole"):
         given["added"] = given["added"][4:9]
     some = module.stream_int8(x[4:9], tiled, launch, dtype=FP32, **given)
     assert torch.equal(some, y[4:9])
@@ -146,12 +154,13 @@ def test_every_kernel_has_these_bits(make_packed: MakePacked, randn: Randn) -> N
     w, x = make_packed(4, 32, 4224, 32), randn(9, 4224)
     squares = x.float().square().view(9, -1, SQUARES, 8).sum(-1)
     x[:, 4096:] *= 64  # the second program's
-    cases: tuple[tuple[bool, dict[str, Any]], ...] = (
-        (False, {"squares": squares, "added": randn(9, 32)}),
-        (True, {"norm": (1 + 0.3 * randn(4224)).float()}),
+    cases: tuple[tuple[bool, str, dict[str, Any]], ...] = (
+        (False, "int8", {"squares": squares, "added": randn(9, 32)}),
+        (True, "int8", {"norm": (1 + 0.3 * randn(4224)).float()}),
+        (True, "whole", {"norm": (1 + 0.3 * randn(4224)).float()}),
     )
-    for paired, given in cases:
-        tiled = prepared(w, paired)
+    for paired, inputs, given in cases:
+        tiled = prepared(w, paired, inputs)
         y = module.stream_int8(x, tiled, LAUNCHES[1], eps=EPS, **given)
         assert torch.equal(mma_int8.mma_int8(x, tiled, eps=EPS, **given), y)
         lone = {name: v if name == "norm" else v[-1:] for name, v in given.items()}

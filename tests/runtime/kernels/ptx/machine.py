@@ -186,6 +186,8 @@ def arithmetic(warp: Warp, name: str, given: list[str]) -> Value | None:
             return values[0] << values[1]
         case "and.b32":
             return values[0] & values[1]
+        case "or.b32":
+            return values[0] | values[1]
         case "add.s32":
             return values[0] + values[1]
         case "setp.ne.b32":

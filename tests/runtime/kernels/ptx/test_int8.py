@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.activations import (
+    WHOLE_BOUND,
     activation_group,
     centres,
     grouped_product_ref,
@@ -19,13 +20,14 @@ from lowbit.formats.activations import (
     row_bounds,
     squared_norms,
     token_bounds,
+    whole_product_ref,
 )
 from lowbit.formats.layout.packing import unpack
 from lowbit.runtime.kernels.launch.int8 import Int8Launch
 from lowbit.runtime.kernels.linear.gemm_int8 import Int8GemmPlan, int8_gemm_plan
 from lowbit.runtime.kernels.linear.program import token_blocks
 from lowbit.runtime.kernels.linear.quantize import arranged
-from lowbit.runtime.kernels.linear.tiles import TILE, TiledLinear, tiled
+from lowbit.runtime.kernels.linear.tiles import TILE, tiled
 from lowbit.runtime.kernels.ptx.int8 import steps_code
 from lowbit.runtime.weights.linear import PackedLinear
 from tests.runtime.kernels.linear.test_gemv_int8 import Case
@@ -150,18 +152,23 @@ def places(tokens: int) -> list[list[tuple[Value, Value]]]:
 
 
 def product(
-    x: Tensor, w: PackedLinear, launch: Int8Launch, change: tuple[str, str] = ("", "")
+    x: Tensor,
+    w: PackedLinear,
+    launch: Int8Launch,
+    change: tuple[str, str] = ("", ""),
+    whole: bool = False,
 ) -> Tensor:
     """What a program leaves of its block: [tokens, 64] float32.
 
     change: a text of its PTX, and one that takes its place.
+    whole: tokens have one scale, which the sums are not times.
     """
     group = activation_group(w.group_size, w.K)
-    q, s = quantize_activations(x, group)
-    own = tiled(w, activations="int8")
-    assert isinstance(own, TiledLinear)
-    X = token_blocks(w.K, group, launch.tokens, sixteens=True)
-    parts = [own.words, own.scales, arranged(q, s, w.bits, X)]
+    q, s = quantize_activations(x, w.K if whole else group)
+    own = replace(tiled(w, activations="int8"), whole=whole)
+    X = token_blocks(w.K, group, launch.tokens, sixteens=not whole, whole=whole)
+    groups = s.expand(-1, -(-w.K // group))
+    parts = [own.words, own.scales, arranged(q, groups, w.bits, X)[..., : X.SIZE]]
     memory = [part.contiguous().view(torch.uint8).flatten().numpy() for part in parts]
     plan = int8_gemm_plan(own.constants, X, launch, False, False)
     unit = Unit(plan, len(memory[0]), len(memory[0]) + len(memory[1]))
@@ -169,7 +176,9 @@ def product(
     text = steps_code(launch.tokens, plan)
     assert change[0] in text
     squares = squared_norms(unpack(w.codes, w.bits, w.K), w.scales)
-    centre = centres(row_bounds(squares, s.shape[1]), token_bounds(q, s, group))
+    bounds = row_bounds(squares, groups.shape[1])
+    tokens = torch.full((len(q),), WHOLE_BOUND) if whole else token_bounds(q, s, group)
+    centre = centres(bounds, tokens)
     words = centre.view(torch.int32).numpy().astype(np.int64)
     sums = [[words[at] for at in warp] for warp in places(launch.tokens)]
     run_turns(unit, program, code_of(text.replace(*change)), sums)
@@ -194,6 +203,18 @@ CASES = [
 def on_cpu(w: PackedLinear, scales: torch.dtype) -> PackedLinear:
     """The weight with scales of another type."""
     return PackedLinear(w.codes.cpu(), w.scales.cpu().to(scales), w.bits, w.group_size)
+
+
+@pytest.mark.parametrize(("case", "launch"), CASES[:5], ids=str)
+def test_turns_of_tokens_with_one_scale(
+    case: Case, launch: Int8Launch, make_packed: MakePacked, randn: Randn
+) -> None:
+    w = on_cpu(make_packed(case.bits, case.N, case.K, case.G), case.scales)
+    x = randn(launch.tokens, case.K).cpu().bfloat16()
+    q, _ = quantize_activations(x, case.K)
+    one = torch.ones(len(q), 1)
+    expected = whole_product_ref(q, one, unpack(w.codes, w.bits, w.K), w.scales)
+    assert torch.equal(product(x, w, launch, whole=True), expected)
 
 
 @pytest.mark.parametrize(("case", "launch"), CASES, ids=str)
