@@ -102,13 +102,13 @@ def int8_launch(
         blocks = -(-tokens // launch.tokens)
         units = -(-rows // (ROWS * launch.row_groups)) * blocks
         programs = count * launch.programs
-        whole, divided = divmod(units, programs)
+        full, divided = divmod(units, programs)
         most = min(programs // divided, MOST_SHARERS) if divided and blocks <= COUNTERS else 1
         turns, unit = steps // own.steps, UNIT_NS + TOKEN_NS * launch.tokens
         for sharers in range(1, min(most, turns) + 1):
             join = JOIN_NS + PART_NS * sharers * launch.tokens if sharers > 1 else 0
             part = -(-turns // sharers) * own.steps * step + unit + join
-            cost = whole * (steps * step + unit) + (part if divided else 0)
+            cost = full * (steps * step + unit) + (part if divided else 0)
             costs.append((cost, len(costs), replace(own, sharers=sharers)))
     return min(costs)[2] if costs else None
 

@@ -76,18 +76,25 @@ def test_every_launch_has_the_bits_of_the_reference(
     assert tried > len(LAUNCHES) // 2
 
 
+SIZES = [
+    *((6144, 4096), (4096, 12288), (24576, 4096), (1024, 1024), (2560, 9728), (896, 576)),
+    (151936, 4096),
+]
+
+
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("tokens", [9, 16, 33, 64, 200, 4096])
-@pytest.mark.parametrize(
-    ("N", "K"), [(6144, 4096), (4096, 12288), (24576, 4096), (1024, 1024), (2560, 9728), (896, 576)]
-)
-def test_there_is_a_launch_for_every_size(bits: int, tokens: int, N: int, K: int) -> None:
+@pytest.mark.parametrize(("N", "K"), SIZES)
+def test_there_is_a_launch_for_every_size(
+    bits: int, tokens: int, N: int, K: int, whole: bool
+) -> None:
     steps = -(-K // STEP_K)
     for group, wide in ((128, False), (64, True), (32, False)):
-        launch = int8_launch(bits, N, steps, group, wide, tokens, 132)
+        launch = int8_launch(bits, N, steps, group, wide, tokens, 132, whole)
         assert launch is not None
         assert steps % launch.steps == 0
-        shared = int8_shared(bits, steps, group, wide, launch)
+        shared = int8_shared(bits, steps, group, wide, launch, whole)
         assert shared is not None
         assert 2 <= shared.ring <= steps // launch.steps
         assert launch.ahead * launch.steps <= steps
