@@ -16,7 +16,7 @@ HEAD_INPUTS: Mapping[Activations, Inputs] = {"exact": "exact", "int8": "int16"}
 
 
 def inputs_of(activations: Activations, head: bool, normed: bool, rotated: bool) -> Inputs:
-    """How a packed linear takes its inputs.
+    """Way in which a packed linear takes its inputs.
 
     Args:
         head: its outputs are logits.

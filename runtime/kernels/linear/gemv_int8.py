@@ -38,12 +38,15 @@ from lowbit.runtime.kernels.linear.program import (
     int8_places,
     wide,
 )
-from lowbit.runtime.kernels.linear.quantize import (
-    WHOLE_WORD,
+from lowbit.runtime.kernels.linear.quantize import WHOLE_WORD
+from lowbit.runtime.kernels.linear.staged_codes import (
+    columns_of,
+    is_inside,
     leave_bounds,
     stage_codes,
     stage_whole,
     staged_bound,
+    token_scales,
 )
 from lowbit.runtime.kernels.linear.sums import added_term, centre_of
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
@@ -352,7 +355,7 @@ def _multiply_steps(
     """Add COUNT steps, from BEGIN on of ALL that are loaded, to the sums of some tiles.
 
     acc: of each tile, as `_centres` has them.
-    codes: address of this lane's column in the warp's first step. scales: see `_token_scales`.
+    codes: address of this lane's column in the warp's first step. scales: see `token_scales`.
     LOADED: the first of the loaded steps among the warp's. TILE: the first of the tiles.
     """
     words, raw = loaded
@@ -371,14 +374,14 @@ def _multiply_steps(
         if q % 2 == 0:
             columns = ()
             for c in gl.static_range(FIRST, FIRST + COUNT):
-                columns = columns + (_columns(codes, part, c, q // 2 * 64, PARTS, W),)
+                columns = columns + (columns_of(codes, part, c, q // 2 * 64, PARTS, W),)
         if q % GROUP_Q == 0:
             tokens = ()
             for c in gl.static_range(FIRST, FIRST + COUNT):
                 if W.WHOLE:
-                    tokens = tokens + (_inside(part, c, q // GROUP_Q, PARTS, W, X),)
+                    tokens = tokens + (is_inside(part, c, q // GROUP_Q, PARTS, W, X),)
                 else:
-                    tokens = tokens + (_token_scales(scales, part, c, q // GROUP_Q, PARTS, W, X),)
+                    tokens = tokens + (token_scales(scales, part, c, q // GROUP_Q, PARTS, W, X),)
         new = ()
         for c in gl.static_range(COUNT):
             for r in gl.static_range(TILES):
@@ -406,49 +409,6 @@ def _multiply_steps(
 
 
 @gluon.jit
-def _inside(
-    part, c: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr,
-    X: gl.constexpr,
-):  # fmt: skip
-    """1 for a group of the warp's step c, and 0 past the last one."""
-    GROUPS: gl.constexpr = W.CODEC.STEP_K // X.GROUP
-    if (c + 1) * PARTS * GROUPS <= X.GROUPS:
-        found = 1.0
-    else:
-        found = gl.where((part + c * PARTS) * GROUPS + GROUP < X.GROUPS, 1.0, 0.0)
-    return (found,)
-
-
-@gluon.jit
-def _token_scales(
-    scales, part, c: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr,
-    X: gl.constexpr,
-):  # fmt: skip
-    """Scales of the lane's tokens in a group of the warp's step c; 0 past the last group.
-
-    scales: address of those in the first group of all.
-    """
-    GROUPS: gl.constexpr = W.CODEC.STEP_K // X.GROUP  # of a step
-    BYTES: gl.constexpr = X.TOKENS * 4
-    WHOLE: gl.constexpr = (c + 1) * PARTS * GROUPS <= X.GROUPS  # for every warp
-    group = (part + c * PARTS) * GROUPS + GROUP
-    if WHOLE:
-        at = scales + part * (GROUPS * BYTES)
-    else:
-        at = scales + gl.minimum(group, X.GROUPS - 1) * BYTES
-    OFFSET: gl.constexpr = (c * PARTS * GROUPS + GROUP) * BYTES if WHOLE else 0
-    if X.TOKENS == 1:
-        loaded = (load_shared4(at, OFFSET),)
-    else:
-        pair = load_shared8(at, OFFSET)
-        loaded = (as_float(pair[0]), as_float(pair[1]))
-    found = ()
-    for i in gl.static_range(len(loaded)):
-        found = found + (loaded[i] if WHOLE else gl.where(group < X.GROUPS, loaded[i], 0.0),)
-    return found
-
-
-@gluon.jit
 def _add_terms(own, sums, scale, tokens, WHOLE: gl.constexpr):
     """Sums of a tile with a group: its products times the scales of rows and of tokens.
 
@@ -467,19 +427,6 @@ def _add_terms(own, sums, scale, tokens, WHOLE: gl.constexpr):
                 new = added_term(before, product, scale[half], tokens[column], False)
             out = out + (new,)
     return out
-
-
-@gluon.jit
-def _columns(
-    codes, part, c: gl.constexpr, OFFSET: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr
-):  # fmt: skip
-    """16 bytes of this lane's column in the warp's step c: what it multiplies in two products."""
-    if (c + 1) * PARTS <= W.STEPS:
-        found = load_shared16(codes, c * PARTS * W.CODEC.STEP_K + OFFSET)
-    else:
-        step = gl.minimum(part + c * PARTS, W.STEPS - 1) - part
-        found = load_shared16(codes + step * W.CODEC.STEP_K, OFFSET)
-    return found
 
 
 @gluon.jit

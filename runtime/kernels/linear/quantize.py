@@ -23,26 +23,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.formats.activations import SQUARES_UNIT
 from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
-from lowbit.runtime.kernels.linear.digits import place_of_chunk
 from lowbit.runtime.kernels.linear.norm import (
     add_squares,
     chunk_gains,
     diagonal,
     head_factor,
     norm_factor,
-    place,
     times_gains,
     total_of,
 )
 from lowbit.runtime.kernels.linear.program import (
-    BLOCK_K,
     SQUARES_BYTES,
     STEP_K,
     Blocks,
-    turns_of,
+)
+from lowbit.runtime.kernels.linear.rounding import (
+    LEAST_PEAK,
+    codes_of,
+    group_bound,
+    peak_of,
+    rounded_chunk,
+    scale_of,
 )
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
@@ -53,37 +56,20 @@ from lowbit.runtime.kernels.ptx.memory import (
     shared_buffer,
     store8,
     store_shared4,
-    store_shared8,
 )
 from lowbit.runtime.kernels.ptx.mma import (
     across,
     as_float,
     as_word,
-    dot4,
-    high_half,
-    larger,
     largest,
-    low_half,
     quotient,
-    rounded_bytes,
     threads,
-    total,
     words_where,
 )
 from lowbit.runtime.kernels.ptx.wgmma import swizzled
 
-LEAST_PEAK = gl.constexpr(0x0D800000)  # bits of 2^-100
-INFINITE = gl.constexpr(0x7F800000)  # bits of infinity; those of NaN are more
-INVERSE = gl.constexpr(1 / 127)
-EXPONENT = gl.constexpr(0x7F800000)  # bits of an FP32
-ONE_POWER = gl.constexpr(0x00800000)
-LARGEST_POWER = gl.constexpr(0x5E800000)  # bits of 2^62
-UNIT_BITS = gl.constexpr(SQUARES_UNIT.bit_length() - 1)
-HALF_BIAS = gl.constexpr(125 - UNIT_BITS.value)
-NOT_A_NUMBER = gl.constexpr(0x7FC00000)  # bits of the scale of a group that is not finite
 MOST_WARPS = 16  # of a program
 WHOLE_WORD = gl.constexpr(0x45000000)  # bits of `formats.activations.WHOLE_BOUND`
-MOST_KEPT = gl.constexpr(8)  # blocks of a warp that stay in its registers
 
 
 def arranged(q: Tensor, s: Tensor, bits: int, places: Blocks) -> Tensor:
@@ -116,247 +102,6 @@ def arranged(q: Tensor, s: Tensor, bits: int, places: Blocks) -> Tensor:
         scales = scales.unflatten(-1, (-1, 2, 4, 2)).transpose(-2, -3).flatten(-4)
     scales = scales.reshape(steps, blocks, -1).contiguous()
     return torch.cat((out, scales.view(torch.uint8)), -1)
-
-
-@gluon.jit
-def codes_of(w, factor, lane, SCALED: gl.constexpr, SUBBYTE: gl.constexpr, GROUP: gl.constexpr):
-    """A lane's chunk of 8 elements as two words of codes, and of its group scale and squares.
-
-    The scale is a word of an FP32; both make a bound, by `group_bound`.
-
-    factor: what the chunk is multiplied by, where SCALED. SUBBYTE: of the `Codec`.
-    """
-    most = _peak_of(w)
-    if SCALED:
-        most = as_word(as_float(most) * factor) & 0x7FFFFFFF
-    most = _over_group(most, lane, GROUP)
-    peak = as_float(gl.maximum(most, LEAST_PEAK))
-    inverse = quotient(127.0, peak)
-    first, second = _rounded_chunk(w, factor, inverse, SCALED, SUBBYTE)
-    scale = as_word(_scale_of(most))
-    squares = dot4(first, first) + dot4(second, second)
-    squares = _sum_over_group((squares + ((1 << UNIT_BITS) - 1)) >> UNIT_BITS, lane, GROUP)
-    return (first, second), scale, squares
-
-
-@gluon.jit
-def _peak_of(w):
-    """The largest |element| of a chunk, as the word of an FP32."""
-    most = larger(
-        larger(w[0] & 0x7FFF7FFF, w[1] & 0x7FFF7FFF),
-        larger(w[2] & 0x7FFF7FFF, w[3] & 0x7FFF7FFF),
-    )
-    return gl.maximum(most >> 16, most & 0xFFFF) << 16
-
-
-@gluon.jit
-def _scale_of(most):
-    """The scale of a group, or of a token with one, by the word of its largest |element|."""
-    scale = as_word(as_float(gl.maximum(most, LEAST_PEAK)) * INVERSE) | 1
-    return as_float(gl.where(most >= INFINITE, NOT_A_NUMBER, scale))
-
-
-@gluon.jit
-def _rounded_chunk(w, factor, inverse, SCALED: gl.constexpr, SUBBYTE: gl.constexpr):
-    """A chunk of 8 elements as two words of codes, in the order of a weight's; see `codes_of`."""
-    k0, k1 = _elements(w[0], factor, SCALED)
-    k2, k3 = _elements(w[1], factor, SCALED)
-    k4, k5 = _elements(w[2], factor, SCALED)
-    k6, k7 = _elements(w[3], factor, SCALED)
-    if SUBBYTE:
-        first = rounded_bytes(k0, k4, k1, k5, inverse)
-        second = rounded_bytes(k2, k6, k3, k7, inverse)
-    else:
-        first = rounded_bytes(k0, k2, k1, k3, inverse)
-        second = rounded_bytes(k4, k6, k5, k7, inverse)
-    return first, second
-
-
-@gluon.jit
-def group_bound(scale, squares):
-    """The word of a power of two above a group, of what `codes_of` gives; see `token_bounds`."""
-    half = ((as_word(squares.to(gl.float32)) >> 23) - HALF_BIAS) >> 1
-    bound = gl.minimum(scale & EXPONENT, LARGEST_POWER) + ONE_POWER + (half << 23)
-    bound = gl.minimum(bound, LARGEST_POWER)
-    return gl.where((squares == 0) | (scale == NOT_A_NUMBER), 0, bound)
-
-
-@gluon.jit
-def _elements(pair, factor, SCALED: gl.constexpr):
-    low = low_half(pair)
-    high = high_half(pair)
-    if SCALED:
-        low *= factor
-        high *= factor
-    return low, high
-
-
-@gluon.jit
-def _over_group(word, lane, GROUP: gl.constexpr):
-    """The largest word, none of which is negative, of the lanes with a chunk of the same group."""
-    if GROUP == 128:
-        low = lane < 16
-        first = largest(gl.where(low, word, 0))
-        second = largest(gl.where(low, 0, word))
-        word = gl.where(low, first, second)
-    else:
-        for i in gl.static_range(3 if GROUP == 64 else 2):
-            word = gl.maximum(word, as_word(across(as_float(word), 1 << i)))
-    return word
-
-
-@gluon.jit
-def _sum_over_group(word, lane, GROUP: gl.constexpr):
-    """The sum of the words of the lanes with a chunk of the same group; it has 16 bits."""
-    if GROUP == 128:
-        low = lane < 16
-        both = total(gl.where(low, word, word << 16))
-        word = gl.where(low, both, both >> 16) & 0xFFFF
-    else:
-        for i in gl.static_range(3 if GROUP == 64 else 2):
-            word += as_word(across(as_float(word), 1 << i))
-    return word
-
-
-@gluon.jit
-def stage_codes(
-    x_ptr, gains, head_squares_ptr, buffer, warp, lane, zero_f32, B, eps,
-    HEAD: gl.constexpr, SUBBYTE: gl.constexpr, WARPS: gl.constexpr, X: gl.constexpr,
-):  # fmt: skip
-    """Put codes and scales of all tokens into shared memory, with the arguments of `stage_tokens`.
-
-    X: `Codes`.
-    """
-    NORM: gl.constexpr = len(gains) > 0
-    K: gl.constexpr = X.K
-    ALL: gl.constexpr = X.TOKENS * X.BLOCKS
-    TURNS: gl.constexpr = turns_of(ALL, WARPS)
-    AHEAD: gl.constexpr = TURNS if X.TOKENS == 1 or TURNS < 8 else 8  # turns whose loads are issued
-    x = x_ptr.to(gl.int64, bitcast=True)
-    for first in gl.static_range(0, TURNS, AHEAD):
-        loaded = ()
-        squares = ()
-        for turn in gl.static_range(first, first + AHEAD if first + AHEAD < TURNS else TURNS):
-            token, block = place(turn, warp, WARPS, X)
-            chunk = block * 32 + lane
-            if K % BLOCK_K != 0 or (turn + 1) * WARPS > ALL:
-                chunk = gl.minimum(chunk, K // 8 - 1)  # past the end: the last one again
-            if X.TOKENS == 1:
-                loaded = loaded + (load16(x + chunk.to(gl.int64) * 16),)
-            else:
-                token = gl.minimum(token, B - 1)
-                loaded = loaded + (load16(x + (token * (K // 8) + chunk).to(gl.int64) * 16),)
-            if HEAD > 0:
-                head = token * (K // HEAD) + chunk // (HEAD // 8)
-                at = head_squares_ptr.to(gl.int64, bitcast=True) + head.to(gl.int64) * 16
-                squares = squares + (load16(at),)
-        for turn in gl.static_range(first, first + AHEAD if first + AHEAD < TURNS else TURNS):
-            token, block = place(turn, warp, WARPS, X)
-            chunk = block * 32 + lane
-            inside = chunk < K // 8
-            if X.TOKENS > 1:
-                inside = inside & (token < X.TOKENS)
-            w = loaded[turn - first]
-            if K % BLOCK_K != 0 or (turn + 1) * WARPS > ALL:
-                w = words_where(inside, w)
-            scaled = w
-            if NORM:
-                scaled = times_gains(w, gains[turn % len(gains)])
-            factor = zero_f32
-            if HEAD > 0:
-                factor = head_factor(squares[turn - first], eps, HEAD)
-            codes, scale, units = codes_of(scaled, factor, lane, HEAD > 0, SUBBYTE, X.GROUP)
-            store_shared8(buffer + token * X.TOKEN + place_of_chunk(chunk, 64), codes, inside)
-            group = chunk // (X.GROUP // 8)
-            starts = inside & (chunk % (X.GROUP // 8) == 0)
-            at = buffer + (group * X.TOKENS + token) * 4
-            store_shared4(at + X.SCALES, as_float(scale), starts)
-            if X.TOKENS == 1:  # nothing waits for it here
-                units = group_bound(scale, units)
-            store_shared4(at + X.GROUP_SQUARES, as_float(units), starts)
-            if NORM:
-                no_sums = (zero_f32, zero_f32, zero_f32, zero_f32)
-                own, there = diagonal(add_squares(no_sums, w), lane)
-                at = buffer + X.SQUARES + (token * X.BLOCKS + block) * SQUARES_BYTES
-                if (turn + 1) * WARPS > ALL:
-                    there = there & (block < X.BLOCKS)
-                    if X.TOKENS > 1:
-                        there = there & (token < X.TOKENS)
-                store_shared4(at + lane // 4 * 4, own, there)
-
-
-@gluon.jit
-def stage_whole(
-    x_ptr, gains, buffer, warp, lane, zero_f32, B, SUBBYTE: gl.constexpr, WARPS: gl.constexpr,
-    X: gl.constexpr,
-):  # fmt: skip
-    """`stage_codes` of normed tokens with one scale each, in the places of their first groups'.
-
-    What few turns have loaded stays in registers, else it is loaded again. Largest elements of
-    blocks lie where squares of groups would.
-    """
-    TURNS: gl.constexpr = turns_of(X.TOKENS * X.BLOCKS, WARPS)
-    KEPT: gl.constexpr = TURNS <= MOST_KEPT
-    BLOCKS: gl.constexpr = X.BLOCKS
-    peaks = buffer + X.GROUP_SQUARES
-    loaded = ()
-    for turn in gl.static_range(TURNS if KEPT else 0):
-        loaded = loaded + (_load_block(x_ptr, turn, warp, lane, B, WARPS, X),)
-    gained = ()
-    for turn in gl.static_range(TURNS):
-        token, block, inside, w = _block_of(x_ptr, loaded, turn, warp, lane, B, WARPS, X)
-        own, there = diagonal(add_squares((zero_f32, zero_f32, zero_f32, zero_f32), w), lane)
-        at = buffer + X.SQUARES + (token * BLOCKS + block) * SQUARES_BYTES
-        store_shared4(at + lane // 4 * 4, own, there & inside)
-        w = times_gains(w, gains[turn % len(gains)])
-        most = largest(_peak_of(w))
-        store_shared4(peaks + (token * BLOCKS + block) * 4, as_float(most), (lane == 0) & inside)
-        if KEPT:
-            gained = gained + (w,)
-    barrier()
-    for turn in gl.static_range(TURNS):
-        token, block, inside, w = _block_of(x_ptr, gained, turn, warp, lane, B, WARPS, X)
-        if not KEPT:
-            w = times_gains(w, gains[turn % len(gains)])
-        most = lane * 0
-        for first in gl.static_range(0, BLOCKS, 32):
-            other = gl.minimum(first + lane, BLOCKS - 1)
-            at = peaks + (gl.minimum(token, X.TOKENS - 1) * BLOCKS + other) * 4
-            most = gl.maximum(most, as_word(load_shared4(at)))
-        most = largest(most)
-        inverse = quotient(127.0, as_float(gl.maximum(most, LEAST_PEAK)))
-        codes = _rounded_chunk(w, zero_f32, inverse, False, SUBBYTE)
-        chunk = block * 32 + lane
-        at = buffer + token * X.TOKEN + place_of_chunk(chunk, 64)
-        store_shared8(at, codes, inside & (chunk < X.K // 8))
-        at = buffer + X.SCALES + token * 4
-        store_shared4(at, _scale_of(most), (lane == 0) & inside & (block == 0))
-
-
-@gluon.jit
-def _load_block(
-    x_ptr, turn: gl.constexpr, warp, lane, B, WARPS: gl.constexpr, X: gl.constexpr
-):  # fmt: skip
-    """A lane's chunk of a turn's block; past the end another one."""
-    token, block = place(turn, warp, WARPS, X)
-    chunk = gl.minimum(block * 32 + lane, X.K // 8 - 1)
-    row = gl.minimum(token, B - 1)
-    x = x_ptr.to(gl.int64, bitcast=True)
-    return load16(x + (row * (X.K // 8) + chunk).to(gl.int64) * 16)
-
-
-@gluon.jit
-def _block_of(
-    x_ptr, loaded, turn: gl.constexpr, warp, lane, B, WARPS: gl.constexpr, X: gl.constexpr
-):  # fmt: skip
-    """Token and block of a turn, whether there is one, and the lane's chunk, zeros past the end."""
-    token, block = place(turn, warp, WARPS, X)
-    inside = (token < X.TOKENS) & (block < X.BLOCKS)
-    if turn < len(loaded):
-        w = loaded[turn]
-    else:
-        w = _load_block(x_ptr, turn, warp, lane, B, WARPS, X)
-    return token, block, inside, words_where(inside & (block * 32 + lane < X.K // 8), w)
 
 
 @gluon.jit(do_not_specialize=["M", "blocks"])
@@ -464,43 +209,19 @@ def _store_whole(
         at = buffer + block * SQUARES_BYTES + lane // 4 * 4
         store_shared4(at, own, there & (block < X.BLOCKS))
         w = times_gains(w, gains[turn])
-        most = gl.maximum(most, _peak_of(w))
+        most = gl.maximum(most, peak_of(w))
         gained = gained + (w,)
     store_shared4(peaks + warp * 4, as_float(largest(most)), lane == 0)
     barrier()
     most = largest(as_word(load_shared4(peaks + gl.minimum(lane, WARPS - 1) * 4)))
     inverse = quotient(127.0, as_float(gl.maximum(most, LEAST_PEAK)))
     for turn in gl.static_range(len(loaded)):
-        codes = _rounded_chunk(gained[turn], zero_f32, inverse, False, SUBBYTE)
+        codes = rounded_chunk(gained[turn], zero_f32, inverse, False, SUBBYTE)
         chunk = (first + turn * WARPS) * 32 + lane
         _store_chunk(out_ptr, codes, lane * 0, row, chunk, lane, blocks, X)
-    factor = _scale_of(most) * norm_factor(total_of(buffer, lane, zero_f32, X), eps, X.K)
+    factor = scale_of(most) * norm_factor(total_of(buffer, lane, zero_f32, X), eps, X.K)
     at = factor_at(out_ptr, blocks, row + lane * 0, X)
     gl.store(at, as_word(factor), mask=(warp == 0) & (lane == 0))
-
-
-@gluon.jit
-def staged_bound(buffer, token, lane, X: gl.constexpr):
-    """The bound of a token that `stage_codes` has staged, in every lane."""
-    GROUPS: gl.constexpr = X.GROUPS
-    most = lane * 0
-    for first in gl.static_range(0, GROUPS, 32):
-        group = gl.minimum(first + lane, GROUPS - 1)
-        at = buffer + (group * X.TOKENS + token) * 4
-        word = as_word(load_shared4(at + X.GROUP_SQUARES))
-        if X.TOKENS > 1:
-            word = group_bound(as_word(load_shared4(at + X.SCALES)), word)
-        most = gl.maximum(most, word)
-    return as_float(largest(most))
-
-
-@gluon.jit
-def leave_bounds(buffer, warp, lane, WARPS: gl.constexpr, X: gl.constexpr):
-    """Put the bound of each token that `stage_codes` has staged into its place."""
-    for turn in gl.static_range((X.TOKENS + WARPS - 1) // WARPS):
-        token = gl.minimum(turn * WARPS + warp, X.TOKENS - 1)
-        bound = staged_bound(buffer, token, lane, X)
-        store_shared4(buffer + X.BOUNDS + token * 4, bound, lane == 0)
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.linear.norm import add_squares, diagonal, times_gains
 from lowbit.runtime.kernels.linear.program import SQUARES_BYTES, STEP_K, turns_of
-from lowbit.runtime.kernels.linear.quantize import codes_of, group_bound
+from lowbit.runtime.kernels.linear.rounding import codes_of, group_bound
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     commit_copies,
