@@ -90,7 +90,8 @@ def new_blocks(
 class BlockRounds(MadeRounds):
     """Rounds with drafts of a block drafter.
 
-    A block has its full size even for few drafts, as in training.
+    A block has its full size even for few drafts, as in training: cut to half, a drafter of blocks
+    of 8 had .46 of its first drafts accepted in place of .74 (LOG.md).
     """
 
     blocks: Blocks  # of the runner
