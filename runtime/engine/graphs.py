@@ -29,6 +29,9 @@ class Graphs:
 
     The least recently used graph is dropped beyond `most`. Tensors that a step reads and writes
     must live as long as its graph.
+
+    Attributes:
+        recordings: number so far, those of dropped graphs included.
     """
 
     def __init__(self, beside: "Graphs | None" = None, most: int = MOST_GRAPHS) -> None:
@@ -38,7 +41,7 @@ class Graphs:
             beside: other graphs, whose memory pool is shared.
             most: graphs that are kept.
         """
-        self._most = most
+        self._most, self.recordings = most, 0
         self._sharing: WeakSet[Graphs] = WeakSet() if beside is None else beside._sharing
         self._sharing.add(self)
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
@@ -97,6 +100,7 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self.pool):
             step()
         self._graphs[key] = graph
+        self.recordings += 1
         if len(self._graphs) > self._most:
             torch.cuda.synchronize()
             self._graphs.popitem(last=False)

@@ -61,7 +61,7 @@ class Drafts:
     _ended_at: float | None = None  # when the last step ended; None if nobody saw it
     _untimed: int = 0  # steps to come whose time says nothing
     _crowded: bool = False  # the last step had more than ROUND_SEQUENCES sequences
-    _graphs: int = 0  # recorded so far
+    _recordings: int = 0  # of graphs, so far
 
     def __post_init__(self) -> None:
         """Begin with the guesses."""
@@ -187,9 +187,10 @@ class Drafts:
         """
         now = time.perf_counter() if waited else None
         before, self._ended_at = self._ended_at, now
-        graphs = len(self.verifier.runner.graphs) + len(self.verifier.graphs)
-        if graphs != self._graphs:  # recording takes long
-            self._graphs, self._untimed = graphs, UNTIMED
+        graphs = self.verifier.runner.graphs, self.verifier.graphs
+        recordings = sum(each.recordings for each in graphs)
+        if recordings != self._recordings:  # which take long
+            self._recordings, self._untimed = recordings, UNTIMED
         if self._untimed:
             self._untimed -= 1
             return None

@@ -266,6 +266,7 @@ def test_the_least_recently_used_recordings_are_dropped(
     for _ in range(2):
         assert run(graphs, [9], STRICT, 20) == run(fresh(), [9], STRICT, 20)
         assert recorded(graphs) == [(1, 16), (1, 64)]
+    assert graphs.engine.runner.graphs.recordings == 6  # of three lengths, twice
 
 
 @dataclass

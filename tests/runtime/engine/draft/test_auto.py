@@ -231,7 +231,8 @@ def test_step_times_on_a_gpu_are_from_end_to_end(
 ) -> None:
     """A GPU goes on by itself: where a step has ended before anybody asks, nothing is known."""
     drafting, results = auto(model, truth, right=False), model.engine.runner.results
-    drafting._graphs = len(model.engine.runner.graphs) + len(drafting.verifier.graphs)
+    graphs = drafting.verifier.graphs
+    drafting._recordings = model.engine.runner.graphs.recordings + graphs.recordings
     monkeypatch.setattr(Runner, "on_gpu", True)
     times: list[float | None] = []
     monkeypatch.setattr(Policy, "read_plain", lambda policy, count, took: times.append(took))
@@ -245,6 +246,11 @@ def test_step_times_on_a_gpu_are_from_end_to_end(
         clock[0] = at
         drafting.commit(PlainStep([], results, Event(False)))  # type: ignore[arg-type]
     assert times[6:] == [None, None, 1.0, 1.0]
+    graphs.recordings += 1  # in the place of one that is dropped
+    for at in range(13, 17):
+        clock[0] = at
+        drafting.commit(PlainStep([], results, Event(False)))  # type: ignore[arg-type]
+    assert times[10:] == [None, None, None, 1.0]
 
 
 def test_a_suspended_head_does_not_keep_up(
