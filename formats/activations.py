@@ -1,6 +1,4 @@
-"""Inputs of linears as INT8: FP32 scales for each token and group along K, or each token.
-
-The reference.
+"""Reference of inputs as INT8: FP32 scales for each token and group along K, or for each token.
 
 In mode `int8` every packed linear but the head takes its input x [M, K] in eight bits; `exact` is
 the default. The head of a GPU takes two rows for each token, x and what its codes leave

@@ -131,9 +131,9 @@ activations_option = click.option(
     type=click.Choice(ACTIVATIONS),
     show_default=DEFAULT_ACTIVATIONS,
     help="Inputs of quantized linears: exact, or int8, which rounds them to eight bits, with a "
-    "scale for every 128 inputs of a token. On an H100 or H200 that is faster for 4 tokens and "
-    "more at a time; on a CPU it is slower. The head's inputs are rounded to 16 bits on a GPU, and "
-    "stay exact on a CPU.",
+    "scale for every 128 inputs of a token, or for each token behind the norms of rotated models. "
+    "On an H100 or H200 that is faster for 4 tokens and more at a time; on a CPU it is slower. The "
+    "head's inputs are rounded to 16 bits on a GPU, and stay exact on a CPU.",
 )
 vision_option = click.option(
     "--vision-device",

@@ -58,10 +58,11 @@ class LoadOptions:
             asked for fits and, on a GPU, the context is at most 8192 and `max_sequences` at most
             64, else `int8`.
         activations: inputs of the packed linears other than the head. `exact` takes them as they
-            are; `int8` rounds them to eight bits, with a scale for each token and 128 inputs. A
-            linear then gives a token the same bits in any company, in prompts and in steps, and
-            on Hopper takes 4 tokens and more faster. The head keeps 16 bits on a GPU, and takes
-            its inputs as they are on a CPU. Refused where no linear is packed.
+            are; `int8` rounds them to eight bits, with a scale for each token and 128 inputs, or
+            for each token behind the norms of a rotated folder. A linear then gives a token the
+            same bits in any company, in prompts and in steps, and on Hopper takes 4 tokens and
+            more faster. The head keeps 16 bits on a GPU, and takes its inputs as they are on a
+            CPU. Refused where no linear is packed.
         quantize: recipe (int4, int8, int3, int2) of a BF16, F16 or F32 checkpoint: quantized
             as it is read, with the codes and scales that lowbit-convert writes.
         group_size: weights that share a scale, with `quantize`; where it does not divide a row,

@@ -1,4 +1,4 @@
-"""quantize: x in eight bits, with an FP32 scale for each token and group, as `wgmma` copies it.
+"""quantize: x in eight bits, with FP32 scales for each token or its groups, as `wgmma` copies it.
 
     m = max(max|x|, 2^-100)    q = rint(x * (127 / m))    s = m * fp32(1 / 127), odd    in FP32
 
@@ -7,7 +7,8 @@ A group with NaN or an infinity has scale NaN (`formats.activations`).
 Layout  x [M, K] bf16 -> for every step of 128 k and block of T tokens (`Blocks`): T rows of 128
         bytes in wgmma's swizzle, k in the order of the codes (`tiles`); then the scales, for each
         group of the step those of all T tokens. Behind the last step the factor of each token's
-        norm, then each token's bound, or those of its parts. Rows of padding repeat the last token,
+        norm, then each token's bound, or those of its parts; of a token with one scale neither
+        scales nor bounds, but that scale times the factor. Rows of padding repeat the last token,
         columns past K are zeros
 Fused   x times the gain of an RMS norm, rounded to BF16; or norms of its heads
 Bytes   2*M*K read, M*K + 4*M*K/GROUP written
