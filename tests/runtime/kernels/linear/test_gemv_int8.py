@@ -156,6 +156,19 @@ def test_no_launch_changes_a_bit(
     assert torch.equal(y, product(x, w))
 
 
+@pytest.mark.parametrize(("room", "launch"), LAUNCHES, ids=str)
+def test_tokens_with_one_scale_have_the_bits_of_another_kernel(
+    make_packed: MakePacked, randn: Randn, room: int, launch: GemvLaunch
+) -> None:
+    """Whether a warp keeps its blocks or, with many tokens and few warps, loads them again."""
+    w, x, gain = make_packed(4, 104, 1120, 32), randn(max(1, room - 1), 1120), randn(1120)
+    tiled = cuda.prepare(w, inputs="whole")
+    assert isinstance(tiled, TiledLinear)
+    y = torch.full((len(x), 104), torch.nan, dtype=FP32, device=x.device)
+    module.gemv_int8(x, tiled, y, launch, room, EPS, gain, None, None)
+    assert torch.equal(y, mma_int8.mma_int8(x, tiled, norm=gain, eps=EPS, dtype=FP32))
+
+
 FUSED = [(4, 1024, 128, fused) for fused in ("norm", "heads", "paired", "whole")]
 WIDER = [(8, 2080, 32, fused) for fused in ("norm", "heads", "paired", "whole")]
 
