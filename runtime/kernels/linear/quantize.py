@@ -18,12 +18,15 @@ Plan    a token is one program, or several where it is long and there are few. A
         those that programs of a GEMV make
 """
 
+import struct
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowbit.formats.activations import WHOLE_BOUND
 from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
 from lowbit.runtime.kernels.linear.norm import (
@@ -70,7 +73,7 @@ from lowbit.runtime.kernels.ptx.mma import (
 from lowbit.runtime.kernels.ptx.wgmma import swizzled
 
 MOST_WARPS = 16  # of a program
-WHOLE_WORD = gl.constexpr(0x45000000)  # bits of `formats.activations.WHOLE_BOUND`
+WHOLE_WORD = gl.constexpr(*struct.unpack("<i", struct.pack("<f", WHOLE_BOUND)))  # its bits
 
 
 def arranged(q: Tensor, s: Tensor, bits: int, places: Blocks) -> Tensor:

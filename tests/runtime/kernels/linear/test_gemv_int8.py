@@ -160,7 +160,7 @@ def test_no_launch_changes_a_bit(
 def test_tokens_with_one_scale_have_the_bits_of_another_kernel(
     make_packed: MakePacked, randn: Randn, room: int, launch: GemvLaunch
 ) -> None:
-    """Whether a warp keeps its blocks or, with many tokens and few warps, loads them again."""
+    """A warp keeps its blocks or, with many tokens and few warps, loads them again."""
     w, x, gain = make_packed(4, 104, 1120, 32), randn(max(1, room - 1), 1120), randn(1120)
     tiled = cuda.prepare(w, inputs="whole")
     assert isinstance(tiled, TiledLinear)
