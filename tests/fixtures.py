@@ -16,11 +16,13 @@ from lowbit.formats.layout import rtn
 from lowbit.formats.text import tokenizer
 from lowbit.formats.text.job_queue import JobQueue
 from lowbit.formats.text.template import ChatTemplate
+from lowbit.formats.text.tokenizer import TextTokenizer
 from tests.hub_server import HubServer
 from tests.known_scales import Scales
 from tests.short_models import SHORT_VOCABULARY, Shorten, shortened
 
 SEARCH_SCALES = rtn.search_scales
+LONG = 20_000  # characters that it takes some time to encode
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -95,6 +97,26 @@ def _tokenizers_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "_parse", parsed)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _texts_once() -> Iterator[None]:
+    """A tokenizer encodes a long text once, as the bundled ones, which every plan counts anew."""
+    encode, known = TextTokenizer._encode, dict[tuple[object, ...], list[list[int]]]()
+
+    def encoded(
+        self: TextTokenizer, texts: list[str], framed: bool, mark: str = ""
+    ) -> list[list[int]]:
+        if self.worker is not None or sum(map(len, texts)) < LONG:
+            return encode(self, texts, framed, mark)
+        key = self.hub, tuple(texts), framed, mark  # that hub is `_tokenizers_once`'s
+        if key not in known:
+            known[key] = encode(self, texts, framed, mark)
+        return [list(ids) for ids in known[key]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TextTokenizer, "_encode", encoded)
         yield
 
 
