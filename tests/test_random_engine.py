@@ -120,6 +120,7 @@ def test_packed_checkpoints_load(
     model.close()
 
 
+@pytest.mark.commands
 def test_texts_have_as_many_tokens_as_by_a_real_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a report or a calibration of random weights takes as long as one of real ones."""
     monkeypatch.syspath_prepend(str(SCRIPTS))

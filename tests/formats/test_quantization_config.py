@@ -21,6 +21,7 @@ from lowbit.formats.layout.quantization_config import (
     write_quantization_config,
 )
 from lowbit.formats.layout.scheme import Scheme
+from tests.lanes import in_commands
 
 INT4, INT8 = Scheme(4, 128), Scheme(8, 128)
 KINDS = (
@@ -201,6 +202,14 @@ WITH_MTP: dict[str, dict[str, Scheme | None]] = {
 }
 
 
+@in_commands(
+    "model-mixed-*",
+    "model-row-*",
+    "model.language_model-all-*",
+    "model.language_model-overrides-*",
+    "language_model.model-mixed-*",
+    "language_model.model-overrides-*",
+)
 @pytest.mark.parametrize("mtp", WITH_MTP)
 @pytest.mark.parametrize("decoder", CASES[:4], ids=["all", "mixed", "overrides", "row"])
 @pytest.mark.parametrize("prefix", PREFIXES)

@@ -24,6 +24,7 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert
 from tests.convert.export.packed_folders import int4_body, mixed
+from tests.lanes import in_commands
 
 SCHEMES = (Scheme(4, 32), Scheme(4, 32), Scheme(4, 32), Scheme(8, 32), Scheme(4, None), None)
 ROUNDING = 2.0**-8  # of BF16, relative, at most
@@ -53,6 +54,7 @@ def random_schemes(seed: int) -> Any:
     return choose
 
 
+@in_commands("[1357]-gptq", "[0246]-awq")
 @pytest.mark.parametrize("target", ["gptq", "awq"])
 @pytest.mark.parametrize("seed", range(8))
 def test_misfits_are_rounded_once(

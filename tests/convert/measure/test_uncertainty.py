@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lowbit.convert.measure.uncertainty import mean_error
+from tests.lanes import in_commands
 
 TEXTS = 300  # simulated
 
@@ -44,6 +45,7 @@ def test_error_equals_a_bootstrap_over_windows() -> None:
     assert mean_error(torch.tensor(row)) == pytest.approx(float(spread), rel=0.15)
 
 
+@in_commands("0.0-0.3-*", "0.2-0.0-*")
 @pytest.mark.parametrize("count", [20, 40, 158, 400])
 @pytest.mark.parametrize("persistence", [0.0, 0.3])
 @pytest.mark.parametrize("tokens", [0.0, 0.2])

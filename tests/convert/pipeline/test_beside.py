@@ -197,6 +197,7 @@ def test_codes_that_follow_from_other_weights_are_written_again(
     assert hashes(out) == fresh
 
 
+@pytest.mark.commands  # those of one run are tested above
 def test_codes_of_an_interrupted_run_between_are_written(
     readable: Path, text: Path, hashes: Hashes, tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ from lowbit.formats.layout.quantization_config import read_quantization_config
 from lowbit.formats.safetensors.checkpoint import DTYPES, TensorInfo
 from lowbit.formats.safetensors.fused import split_experts
 from tests.convert.fixture_types import Cli
+from tests.lanes import in_commands
 
 DATA = Path(__file__).parents[2] / "data/qwen3.5.json.gz"
 MODELS: dict[str, Any] = json.loads(gzip.decompress(DATA.read_bytes()))
@@ -95,6 +96,19 @@ def expected_bits(name: str, base: Base) -> int | None:
     return found[0] if found else None
 
 
+@in_commands(
+    "2B-int4",
+    "2B-no *",
+    "2B-mtp*",
+    "2B-head as stored",
+    "4B-mtp*",
+    "4B-head as stored",
+    "9B-int[48]",
+    "9B-no *",
+    "27B-int8",
+    "27B-no vision",
+    "27B-mtp",
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_no_tensor_is_unexplained(size: str, recipe: str) -> None:

@@ -218,6 +218,7 @@ def redirected(
     return done
 
 
+@in_commands("line1-*", "line3-*")
 @in_commands("line[024]-*->&-", "line[135]-*nobody")
 @pytest.mark.parametrize("redirections", [">&$nobody", ">&-"])
 @pytest.mark.parametrize(

@@ -164,6 +164,7 @@ OWN = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGXFSZ", "SIGXCPU",
 TWICE = "the process that runs jinja2 was ended or stopped from outside twice (SIGKILL)"
 
 
+@in_commands("SIGKILL")
 @pytest.mark.parametrize("name", OUTSIDE[:2])
 def test_a_job_whose_child_was_killed_is_done_by_another(name: str) -> None:
     async def work(queue: JobQueue) -> None:
@@ -177,6 +178,7 @@ def test_a_job_whose_child_was_killed_is_done_by_another(name: str) -> None:
     run(work)
 
 
+@in_commands("SIGTERM")
 @pytest.mark.parametrize("name", OUTSIDE[:2])
 def test_a_job_that_runs_is_begun_again(name: str) -> None:
     async def work(queue: JobQueue) -> None:

@@ -19,6 +19,7 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends import cpu, cpu_int8
 from lowbit.runtime.backends.cpu_linear import linear, prepare, prepared_bytes
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
+from tests.lanes import in_commands
 from tests.runtime.backends.test_cpu_linear import packed
 
 EPS = 1e-6
@@ -62,6 +63,12 @@ def in_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(cpu_int8, "WIDE_SUMS", 140)
 
 
+@in_commands(
+    "pieces-*-torch.float32-1",
+    "pieces-INT4-*-torch.float32-70",
+    "whole-*-torch.bfloat16-1",
+    "whole-*-torch.float32-70",
+)
 @pytest.mark.usefixtures("in_pieces")
 @pytest.mark.parametrize("M", [1, 70])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

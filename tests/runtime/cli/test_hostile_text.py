@@ -16,6 +16,7 @@ from lowbit.formats.text import tokenizer
 from lowbit.formats.text.template import MAX_PROMPT_BYTES
 from lowbit.runtime.cli import generate
 from lowbit.runtime.cli.main import main
+from tests.lanes import in_commands
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -66,6 +67,7 @@ def test_a_hostile_template_ends_with_a_sentence(
     assert reason in result.stderr
 
 
+@in_commands("parts0-*")
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [

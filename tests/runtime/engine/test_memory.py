@@ -30,6 +30,7 @@ from lowbit.runtime.state.device_state import CacheSize, new_state
 from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.thresholds import PACK_SEQUENCES
 from lowbit.runtime.weights.share import Share
+from tests.lanes import in_commands
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -327,6 +328,12 @@ def test_memory_decides_how_many_sequences_a_gpu_decodes(
     assert chosen(asked, options) == memory.ChosenSequences(1, "memory is short")
 
 
+@in_commands(
+    "asked_for0-make_model-cuda",
+    "asked_for0-make_qwen3_5-cpu",
+    "asked_for1-make_model-cpu",
+    "asked_for1-make_qwen3_5-cuda",
+)
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("make", ["make_model", "make_qwen3_5"])
 @pytest.mark.parametrize("asked_for", [{}, {"speculate": "mtp", "draft_tokens": 3}])

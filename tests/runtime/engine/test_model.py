@@ -66,6 +66,7 @@ def test_fp32_logits_match_transformers(
     assert distance(model.logits(IDS), expected) < 1e-4
 
 
+@in_commands("int3-g32", "int4-g32", "int8-row", "head-dense")
 @in_commands("int2-g32", "int4-row")
 def test_fp32_token_by_token_matches_transformers(
     packed: "PackedModel", reference: Reference, set_chunk: Callable[[int], None]

@@ -131,6 +131,7 @@ def test_pictures_that_must_be_resized_are_read(width: int, height: int, load: L
     assert exact(read(load(), shown), words()[:12]) >= 11
 
 
+@pytest.mark.commands
 def test_of_two_words_the_one_that_is_not_named_is_read(load: Load) -> None:
     pairs = list(zip(NOUNS[::2], NOUNS[1::2], strict=True))
     shown = [row(each) for each in pairs] * 2
@@ -140,6 +141,7 @@ def test_of_two_words_the_one_that_is_not_named_is_read(load: Load) -> None:
     assert exact(read(load(), shown, questions), expected) >= len(expected) - 1
 
 
+@pytest.mark.commands
 def test_charts_are_read_far_more_often_than_by_chance(load: Load) -> None:
     chance, shown, questions, expected = random.Random(6), [], [], []
     for n in range(16):

@@ -235,6 +235,14 @@ def _places_kernel(
 COUNTS = ([17, 64, 128, 129, 300], [1], [129, 1, 130], [128, 128], [500], [16, 32, 15], [1] * 16)
 
 
+@in_kernels(
+    "?17, *-(1, 128)",
+    "?500?-(1, 1*",
+    "?500?-(129, *",
+    "?1, 1, *-(1, 1073741824)",
+    "?128, 128?-(1, *",
+    "?129, 1, *-(1, 1073741824)",
+)
 @pytest.mark.parametrize("limits", [(1, 1 << 30), (1, 128), (129, 1 << 30)], ids=str)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_programs_find_each_block_once(

@@ -118,6 +118,7 @@ def test_wrong_drafts_cost_two_percent_at_most(
     assert drafting.policy.costs.time("plain", 1, 1) == pytest.approx(STEP)
 
 
+@pytest.mark.commands  # `test_policy` has a policy's alone
 def test_right_drafts_are_as_fast_as_always_drafting(
     model: lowbit.Model, clock: list[float], truth: list[int]
 ) -> None:

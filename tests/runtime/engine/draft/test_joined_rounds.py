@@ -18,6 +18,8 @@ from lowbit.runtime.engine.stream import Handle
 from tests.runtime.engine.draft.guesses import costs_by_tokens, join_copies
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 
+pytestmark = pytest.mark.commands  # shorter ones are in test_block_rounds
+
 EXAMPLES = Path(__file__).parents[4] / "examples"
 MODELS = EXAMPLES / "models"
 TEXT = (EXAMPLES / "data" / "stories-eval.txt").read_text()
@@ -110,7 +112,6 @@ def test_company_changes_nothing(models: tuple[lowbit.Model, lowbit.Model]) -> N
     assert copied(handles)
 
 
-@pytest.mark.commands  # shorter ones are in test_block_rounds
 @by("float32")
 def test_a_long_context_changes_nothing(models: tuple[lowbit.Model, lowbit.Model]) -> None:
     """Beyond two chunks of a prompt, and in the turn after, whose prompt the cache holds."""

@@ -210,6 +210,7 @@ def test_no_text_is_slower_whatever_luck_it_has(name: str) -> None:
                 assert text.answer(always(chance), ANSWER) >= least
 
 
+@in_commands("flat-4", "9B-1")
 @pytest.mark.parametrize(
     ("name", "sequences"), [("9B", 1), ("0.8B", 1), ("flat", 1), ("9B", 4), ("flat", 4)]
 )
@@ -227,6 +228,7 @@ def test_drafts_that_pay_little_are_not_given_up() -> None:
     assert mean_speed("9B", 0.6) > 0.93 * best
 
 
+@in_commands("3-flat", "1-9B", "3-0.8B")
 @pytest.mark.parametrize("name", ["9B", "0.8B", "flat"])
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_a_text_that_changes_keeps_the_bound_and_is_noticed(name: str, sequences: int) -> None:
@@ -249,6 +251,7 @@ def test_drafts_without_a_limit_come_back_when_a_text_becomes_easy(name: str) ->
     assert min(speeds) > 1.1, speeds
 
 
+@in_commands("4-0.8B", "1-9B", "4-flat")
 @pytest.mark.parametrize("name", ["9B", "0.8B", "flat"])
 @pytest.mark.parametrize("held", [1, 4])
 def test_rounds_that_were_held_up_at_first_do_not_end_drafting(name: str, held: int) -> None:

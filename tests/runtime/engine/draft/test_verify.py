@@ -313,6 +313,7 @@ def test_a_stop_token_that_was_drafted_counts_as_right(model: lowbit.Model) -> N
     assert handle.tally.accepted == [1] * place + [0] * (drafts - place)
 
 
+@in_commands("tiny-qwen3.5-float32-bf16")
 def test_a_round_takes_no_more_tokens_than_keep_their_bits(
     model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
