@@ -193,7 +193,7 @@ def test_a_client_that_leaves_behind_another_request(
 
 
 def test_requests_in_a_row_are_answered_in_order(server: Running) -> None:
-    count = 3000  # more than is held while the first is answered
+    count = 2000  # more than is held while the first is answered
     with connected(server) as connection:
         connection.sendall(whole({**LONG, "stream": False, "max_tokens": 20}) + WHOLE * count)
         connection.shutdown(socket.SHUT_WR)

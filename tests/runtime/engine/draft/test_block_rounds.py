@@ -255,7 +255,7 @@ def plainly_masked(folders: Pairs, plains: dict[Path, lowbit.Model]) -> list[Han
     return masked(plains[folders["random"][0]])
 
 
-@in_commands("random-2-joined")
+@pytest.mark.commands  # `test_mtp_rounds` has it of a head
 @by("dspark-2", "random-2-joined")
 def test_drafts_end_before_the_first_mask(
     models: tuple[lowbit.Model, lowbit.Model], plainly_masked: list[Handle]
@@ -284,6 +284,7 @@ def test_a_constrained_sequence_keeps_the_others_from_drafts(
     assert free.tally.rounds > 2
 
 
+@pytest.mark.commands  # right and wrong ones join below
 @by("trained-15-joined")
 def test_copies_join_drafts(models: tuple[lowbit.Model, lowbit.Model]) -> None:
     """A prompt says everything twice; the answer may go on so or not."""

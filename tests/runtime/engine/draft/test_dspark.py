@@ -163,6 +163,7 @@ def requests(model: lowbit.Model, count: int = 12) -> list[Request]:
     return [Request(tuple(some), each, count) for some, each in zip(ids, params, strict=True)]
 
 
+@pytest.mark.commands  # `test_block_rounds` has rounds of its kind
 def test_drafts_change_nothing(tmp_path: Path) -> None:
     """Greedy, sampled and penalized, alone and together, of a drafter that is often right.
 

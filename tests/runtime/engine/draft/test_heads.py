@@ -196,7 +196,7 @@ def drafts_by_torch(
     return list(tokens)
 
 
-@in_commands("lilicorr", "dflash2", "domino", "lilicorr convolved", "dflash2 capped")
+@in_commands("lilicorr", "dflash2", "domino*", "lilicorr convolved", "dflash2 capped")
 @ALL
 def test_drafts_are_those_of_plain_torch(
     tmp_path: Path, short_hybrid: Path, target: Any, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -137,7 +137,7 @@ def test_drafts_are_those_of_one_process(opened: OpenedModel, drafts: list[list[
         assert drafts == of_one[1], ranks.__doc__
 
 
-@in_commands("gpus")
+@pytest.mark.commands  # drafts are those of one process above
 @pytest.mark.parametrize("ranks", [processes, gpus])
 def test_right_drafts(ranks: Ranks) -> None:
     """A trained drafter is right as often as in one process."""

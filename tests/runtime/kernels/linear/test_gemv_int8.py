@@ -263,7 +263,13 @@ LARGER += [
 ]
 
 
-@in_kernels("INT3-*-chosen", "INT4-N144-*-mma", "INT4-N64-*-chosen")
+@in_kernels(
+    "INT3-*-chosen",
+    "INT4-N144-*-mma",
+    "INT4-N64-*-chosen",
+    "INT2-N48-K1280-*-mma",
+    "INT4-N144-*-norm bias-100-chosen",
+)
 @pytest.mark.parametrize(
     ("promise", "kernel"),
     [
