@@ -21,6 +21,7 @@ from lowbit.formats.layout.rtn import (
     quantize,
 )
 from lowbit.formats.layout.scheme import GROUP_SIZES, Scheme
+from tests.lanes import in_commands
 
 pytestmark = pytest.mark.usefixtures("scales_anew")
 
@@ -265,6 +266,7 @@ def test_dtype_of_the_input_does_not_matter(bits: int) -> None:
     assert torch.equal(scale, wide_scale)
 
 
+@in_commands("signed-3", "positive-4")
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("rule", RULES)
 def test_blocks_threads_and_neighbours_change_nothing(

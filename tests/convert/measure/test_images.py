@@ -16,6 +16,7 @@ from lowbit.convert import Recipe
 from lowbit.convert.measure import images as module
 from lowbit.convert.measure.images import _prompts, measure_images
 from lowbit.convert.measure.pair import Pair, open_pair
+from lowbit.convert.measure.record import ImageQuality
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.texts.pictures import PICTURES, pictures_sha256
 from lowbit.formats.errors import CheckpointError, QuantizationError
@@ -93,10 +94,19 @@ def test_both_models_are_those_of_transformers(source: Path, packed: Path, tmp_p
     assert alone <= found.kl_error * 1.001 < 3 * alone
 
 
-def test_an_original_against_itself_loses_nothing(source: Path) -> None:
+@pytest.fixture(scope="module")
+def against_itself(source: Path) -> ImageQuality:
+    """What is measured of an original beside itself."""
     weights = open_weights(source)
     found = measure_images(Pair(weights, weights))
     assert found is not None
+    return found
+
+
+def test_an_original_against_itself_loses_nothing(
+    source: Path, against_itself: ImageQuality
+) -> None:
+    weights, found = open_weights(source), against_itself
     assert (found.kl_mean, found.top1_agreement) == (0, 1)
     assert found.read_original == found.read_packed
     rotated = measure_images(Pair(weights, weights.rotated()))
@@ -105,16 +115,16 @@ def test_an_original_against_itself_loses_nothing(source: Path) -> None:
     assert rotated.perplexity_packed == pytest.approx(found.perplexity_original, rel=1e-4)
 
 
-def test_the_pictures_matter(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = open_weights(source)
-    plain = measure_images(Pair(weights, weights))
+def test_the_pictures_matter(
+    source: Path, against_itself: ImageQuality, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, plain = open_weights(source), against_itself
     turned = tuple(
         replace(each, name=other.name)
         for each, other in zip(PICTURES, PICTURES[1:] + PICTURES[:1], strict=True)
     )
     monkeypatch.setattr(module, "PICTURES", turned)
     other = measure_images(Pair(weights, weights))
-    assert plain is not None
     assert other is not None
     moved = abs(other.perplexity_original / plain.perplexity_original - 1)
     assert moved > 1e-6  # that of random models is 1e-4 and more, of equal pictures 0

@@ -120,6 +120,7 @@ def test_tensors_that_do_not_fit(refuse: Refuse, tmp_path: Path, make_model: Mak
     refuse(source, f"the checkpoint lacks `{UP}`", "do not belong together")
 
 
+@in_commands("model.layers.1.mlp.up_proj.weight-torch.float16")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -69,6 +69,7 @@ ON_GPU = [
 ]
 
 
+@in_kernels("4x2x64-r64-bfloat16-*")
 @in_kernels("3x3x32-*-False", "2x1x64-*-96-8-True")
 @pytest.mark.parametrize(
     ("heads", "each", "tokens", "sequences", "quantized"),

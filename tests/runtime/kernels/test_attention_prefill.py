@@ -47,6 +47,7 @@ LENGTHS = ((0, 777), (1000, 129), (0, 128), (3000, 33), (4001, 200))
 ON_GPU = [(heads, 8192, past, M) for heads in REAL.values() for past, M in LENGTHS]
 
 
+@in_kernels("4x2x64-r64-bfloat16-100-33-67")
 @pytest.mark.parametrize(
     ("heads", "T", "past", "M"),
     [
@@ -133,6 +134,7 @@ PADDED = [
 ]
 
 
+@in_kernels("4x2x64-r16-gated-float32-0-33-64")
 @in_kernels("4x2x64-r64-*")
 @pytest.mark.parametrize(("heads", "past", "M", "width"), PADDED, ids=str)
 def test_padding_changes_no_bit(

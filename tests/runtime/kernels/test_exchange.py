@@ -87,6 +87,7 @@ def partials(ranks: int, M: int, N: int) -> list[Tensor]:
     return [torch.randn(M, N, generator=made) for _ in range(ranks)]
 
 
+@in_kernels("4")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_sums_one_after_the_other(ranks: int) -> None:
     """Each program numbers its blocks on, whatever the sizes of the launches."""

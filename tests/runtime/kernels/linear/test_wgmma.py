@@ -44,6 +44,7 @@ def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@in_kernels("2-72-1280-640-*")
 @in_kernels("4-200-1120-32-*", "8-72-1280-640-*", "3-200-*")
 @pytest.mark.parametrize(
     ("bits", "N", "K", "G", "scales"),
