@@ -325,7 +325,7 @@ def test_a_round_takes_no_more_tokens_than_keep_their_bits(
         compose(self, parts, *rest)
 
     monkeypatch.setattr(Verifier, "compose", composed)
-    request = request_of(0, 24)
+    request = request_of(0, 18)
     tokens = model.engine.submit(request).result()
     model.engine.drafting = drafting_by(
         always(tokens, lambda count: count, 15), model.engine.runner, 15
