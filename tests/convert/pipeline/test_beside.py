@@ -122,6 +122,7 @@ def test_layers_are_written_as_they_are_finished(
     assert counts[-1] == OTHERS + 2 * OF_LAYER
 
 
+@pytest.mark.commands  # `test_bad_input` has full disks
 def test_a_full_disk_ends_it_as_ever(
     hidden: None,
     readable: Path,

@@ -130,6 +130,7 @@ def test_logits_are_those_of_the_kept_tokens(short_hybrid: Path, small_cut: CutM
     torch.testing.assert_close(logits[1], logits[0][..., ids], rtol=0, atol=1e-5)
 
 
+@pytest.mark.commands
 def test_packed_greedy_text_is_the_originals(short_hybrid: Path, tmp_path: Path) -> None:
     """The tokens that the whole packed model writes are kept; so the cut one writes them too."""
     from lowbit.runtime import SamplingParams, load

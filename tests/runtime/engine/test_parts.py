@@ -214,7 +214,7 @@ def plain(drafting: lowbit.Model) -> dict[int, Answer]:
     return answers(Engine(for_drafts(drafting)), uneven())
 
 
-@in_commands("ngram")
+@pytest.mark.commands
 @pytest.mark.parametrize("by", ["ngram", "mtp"])
 def test_drafts_of_many_change_no_token(
     drafting: lowbit.Model, plain: dict[int, Answer], by: str

@@ -100,6 +100,7 @@ def test_the_head_drafts_what_it_sees(load: Load) -> None:
     assert tally.accepted[0] > 0.9 * tally.drafted[0]
 
 
+@pytest.mark.commands  # `test_images` has pictures that are kept
 def test_kept_pictures_are_read_again_and_never_taken_for_others(load: Load) -> None:
     """All prompts have the same tokens, so that only the pictures tell them apart."""
     model = load()

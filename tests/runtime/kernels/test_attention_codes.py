@@ -135,6 +135,7 @@ def test_one_token(make_model: MakeModel, heads: Heads) -> None:
         make_model(heads, [position]).check([Span(0, position, 1)])
 
 
+@in_kernels("32")
 @in_kernels("128")
 @pytest.mark.parametrize("heads", SOME + ON_GPU)
 def test_tokens_of_several_sequences(make_model: MakeModel, heads: Heads) -> None:

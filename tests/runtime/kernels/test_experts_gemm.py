@@ -216,6 +216,7 @@ def test_a_token_has_its_bits_in_prompts_of_all_lengths(
         assert torch.equal(mixture(x[first:stop], norm, EPS, w), whole[first:stop])
 
 
+@in_kernels("nan1")
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
 def test_nan_stays_in_its_token_of_a_prompt(bad: float, device: str, randn: Randn) -> None:
     """Its scores are NaN too, or finite: then it shares blocks with other tokens."""

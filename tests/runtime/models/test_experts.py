@@ -129,6 +129,7 @@ def test_trained_experts_are_those_of_transformers(
     assert distance(model.logits(ids), hub_logits(hub, ids)) < 1e-4
 
 
+@pytest.mark.commands
 def test_scores_are_those_of_the_report(
     trained: Callable[[str, Base], Path], shorten: Shorten
 ) -> None:
@@ -147,6 +148,7 @@ def test_scores_are_those_of_the_report(
     assert math.exp(sum(losses) / len(losses)) == pytest.approx(report.perplexity_packed, rel=1e-4)
 
 
+@pytest.mark.commands
 def test_commands(trained: Callable[[str, Base], Path]) -> None:
     folder = str(trained("tiny-qwen3.5-moe", "int4"))
     greedy = ("--max-new-tokens", "12", "--temperature", "0")

@@ -225,6 +225,7 @@ def test_command_lowers_groups_in_one_line(make_model: Callable[..., "PackedMode
         assert f"{option[0]} needs --quantize" in refused.stderr
 
 
+@pytest.mark.commands
 def test_commands(tmp_path: Path, make_model: Callable[..., "PackedModel"]) -> None:
     def run(*arguments: str, stdin: str = "") -> Any:
         return CliRunner().invoke(main, [*arguments, "--device", "cpu"], input=stdin)

@@ -237,6 +237,7 @@ def test_a_drafter_takes_memory_of_a_gpu_for_what_it_reads(tmp_path: Path) -> No
     assert taken[0] - taken[1] == both.drafter_bytes() + pages.size_bytes + weights
 
 
+@pytest.mark.commands  # `test_heads` has it of a head
 def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

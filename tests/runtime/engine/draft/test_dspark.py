@@ -192,6 +192,7 @@ def test_drafts_change_nothing(tmp_path: Path) -> None:
     assert [each.result() for each in together] == answers
 
 
+@pytest.mark.commands  # `test_heads` has it of a head
 def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
     tmp_path: Path, short_hybrid: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

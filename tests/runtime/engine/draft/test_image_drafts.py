@@ -17,7 +17,6 @@ from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.images.positions import positions_of
 from lowbit.runtime.models.qwen3_5_mtp import MtpHead
 from tests.drafters import write_drafter
-from tests.lanes import in_commands
 from tests.runtime.conftest import PackedModel
 from tests.runtime.engine.draft.guesses import costs_by_tokens
 from tests.runtime.engine.draft.test_mtp import embeddings_of, head_of_transformers
@@ -106,7 +105,7 @@ def assert_same(found: Handle, expected: Handle) -> None:
     assert found.log_probabilities == expected.log_probabilities
 
 
-@in_commands("mtp-cpu", "dflash-graphs")
+@pytest.mark.commands  # what the head reads is compared with transformers below
 @pytest.mark.parametrize(
     ("drafting", "graphs"),
     [("mtp", False), ("mtp", True), ("ngram", False), ("dflash", True)],

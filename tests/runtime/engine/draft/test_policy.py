@@ -173,6 +173,7 @@ def mean_speed(name: str, chance: float, fixed: int = 0, sequences: int = 1) -> 
     return len(speeds) / sum(1 / speed for speed in speeds)
 
 
+@in_commands("flat-4-False", "dear-4-True", "9B-1-True", "0.8B-1-False")
 @in_commands(
     "flat-4-True",
     "dear-4-False",

@@ -154,6 +154,7 @@ def test_right_drafts(ranks: Ranks) -> None:
     assert sum(found[1][1].accepted) > 10
 
 
+@pytest.mark.commands  # `test_lone_head` has it of a head
 @pytest.mark.parametrize("opened", ["xpress"], indirect=True)
 def test_inputs_in_eight_bits(opened: OpenedModel, drafts: list[list[int]]) -> None:
     opened = with_activations(opened, "int8")

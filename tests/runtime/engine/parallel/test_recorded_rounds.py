@@ -26,7 +26,6 @@ from lowbit.runtime.models.loader import open_model, with_drafter
 from lowbit.runtime.state import decode_inputs, host_rings, step_buffers
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.step import Span, Step, StepPlan
-from tests.lanes import in_commands
 from tests.runtime.ranks_in_threads import add_drafter, linked_runner
 
 MODELS = Path(__file__).parents[4] / "examples" / "models"
@@ -139,7 +138,7 @@ def known() -> dict[SamplingParams, tuple[Any, int]]:
     return {}
 
 
-@in_commands("head-drawn", "auto-greedy", "drafter-*")
+@pytest.mark.commands  # others in this folder have rounds that are not recorded
 @pytest.mark.usefixtures("_as_on_gpus")
 @pytest.mark.parametrize(
     ("modes", "drafter", "params"),
