@@ -43,6 +43,7 @@ def test_commands_that_load_a_model_take_it(command: str, name: str, choices: st
     assert repr(option.type) == f"Choice({choices})"
 
 
+@pytest.mark.commands  # `test_int8_cache` has both types
 def test_answers_come_with_each_type(folder: str, run: Run) -> None:
     answers = {}
     for kv_cache in ("bf16", "int8", "auto"):

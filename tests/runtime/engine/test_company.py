@@ -287,6 +287,7 @@ def test_several_tokens_of_several_sequences(model: lowbit.Model) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@in_commands("one-scale")
 @pytest.mark.parametrize("rotated", [False, True], ids=["groups", "one-scale"])
 def test_rounded_inputs_give_a_token_the_same_bits_in_a_prompt(
     shorten: Shorten, monkeypatch: pytest.MonkeyPatch, rotated: bool

@@ -296,6 +296,7 @@ class Repeater:
     def note(self, drafted: int, accepted: int) -> None: ...
 
 
+@pytest.mark.commands
 def test_padded_parts_through_graphs(shorten: Shorten, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph has all parts of a step, the last one padded, as on a GPU."""
     folder = shorten("tiny-qwen3")

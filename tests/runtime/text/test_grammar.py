@@ -135,6 +135,7 @@ def test_the_likeliest_answer_is_json_too(model: lowbit.Model) -> None:
     jsonschema.validate(json.loads(made.text), PERSON)
 
 
+@pytest.mark.commands  # `test_constraints` has the engine's part
 @pytest.mark.parametrize("model", ["tiny-qwen3.5"], indirect=True)
 def test_requests_beside_each_other_follow_their_own_grammars(model: lowbit.Model) -> None:
     """Those without one have the tokens that they have alone."""

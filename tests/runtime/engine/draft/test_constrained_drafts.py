@@ -158,7 +158,7 @@ def test_an_answer_is_the_same_with_forced_tokens_as_drafts(
     assert len(tokens) == 1 + len(steps) + sum(tally.accepted)
 
 
-@in_commands("tiny-qwen3")
+@pytest.mark.commands
 def test_long_keys_take_few_steps(model: lowbit.Model, steps: list[str]) -> None:
     """Every token that the grammar forces comes with the one before it; blanks are not allowed."""
     keys = [f"the_number_of_little_things_in_the_{name}" for name in ("garden", "house", "box")]

@@ -97,6 +97,7 @@ def test_rounds_that_follow_each_other_change_nothing(
     assert "made" in {key[0] for key in graphs._graphs}
 
 
+@pytest.mark.commands  # `test_block_rounds` has it of a drafter
 @MOST
 def test_sequences_that_come_and_go_change_nothing(
     plain: lowbit.Model, flying: lowbit.Model

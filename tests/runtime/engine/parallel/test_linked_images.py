@@ -136,6 +136,7 @@ class Recorded:
     def pool(self) -> None: ...
 
 
+@pytest.mark.commands
 def test_chunks_are_padded_and_replayed_on_all_ranks(
     one: Engine, shared: tuple[Engine, Runner, ThreadCrew], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ def test_inputs_in_eight_bits(opened: OpenedModel, drafts: list[list[int]]) -> N
     assert [list(handle) for handle in handles] == found[:2]
 
 
+@pytest.mark.commands
 def test_rows_that_drafts_are_chosen_from(
     shorten: Shorten, tmp_path: Path, drafts: list[list[int]]
 ) -> None:
