@@ -31,7 +31,7 @@ from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
 from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
-from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear, TiledLinear, counters, tile_bounds
+from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear, TiledLinear, counters, rounding
 from lowbit.runtime.models.architectures import BUILD, DRAFTER_BUILD, HEADS
 from lowbit.runtime.models.draft_output import DraftRows
 from lowbit.runtime.state.device_state import CacheSize, kv_pages
@@ -74,8 +74,8 @@ def packed(
     arrived = counters(words)
     if inputs == "exact":
         return TiledLinear(words, scales, *sizes, arrived=arrived)
-    w = TiledLinear(words, scales, *sizes, activations="int8", arrived=arrived)
-    return replace(w, bounds=tile_bounds(w), remainders=inputs == "int16", whole=inputs == "whole")
+    w = TiledLinear(words, scales, *sizes, arrived=arrived, remainders=inputs == "int16")
+    return rounding(w, whole=inputs == "whole")
 
 
 def packed_experts(
@@ -85,7 +85,7 @@ def packed_experts(
     w = packed(bits, count * N, K, paired, activations)
     words = w.words.view(count, N // TILE, *w.words.shape[1:])
     scales = w.scales.view(count, N // TILE, *w.scales.shape[1:])
-    bounds = None if w.bounds is None else w.bounds.view(count, N // TILE, 8, 2)
+    bounds = None if w.rows is None else w.rows.view(count, N // TILE, 8, 2)
     return TiledExperts(words, scales, bits, GROUP, N, K, paired, activations, bounds)
 
 

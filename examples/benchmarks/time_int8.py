@@ -31,7 +31,7 @@ from lowbit.runtime.kernels.linear.gemm_int8 import multiply
 from lowbit.runtime.kernels.linear.program import Blocks, token_blocks
 from lowbit.runtime.kernels.linear.quantize import quantize
 from lowbit.runtime.kernels.linear.stream_int8 import multiply as stream
-from lowbit.runtime.kernels.linear.tiles import TiledLinear, tile_bounds
+from lowbit.runtime.kernels.linear.tiles import TiledLinear, rounding
 
 LINEARS = {  # rows, columns, whether paired
     "qkv": (6144, 4096, False),
@@ -52,11 +52,6 @@ def call_us(calls: Sequence[Callable[[], object]]) -> float:
             call()
 
     return graph_us(body) / len(calls)
-
-
-def rounding(w: TiledLinear) -> TiledLinear:
-    """The weight with inputs in eight bits."""
-    return replace(w, activations="int8", bounds=tile_bounds(w))
 
 
 def places_of(w: TiledLinear, tokens: int, sixteens: bool = False) -> Blocks:

@@ -7,7 +7,8 @@ saturate there.
 
 The groups are added in FP64, which holds the product of two FP32 numbers exactly, and each sum is
 rounded to FP32. That differs from the one rounding of an `fma` only where FP64 rounds to the middle
-of two FP32 numbers, about once in 2^29 additions.
+of two FP32 numbers, about once in 2^29 additions. Where a token has one scale, FP64 holds whole sums
+exactly.
 """
 
 from dataclasses import dataclass
@@ -16,10 +17,9 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.activations import (
-    WHOLE_BOUND,
     activation_group,
     centres,
-    odd,
+    integer_scales,
     quantize_activations,
     row_bounds,
     squared_norms,
@@ -39,15 +39,15 @@ class GroupedCodes:
     """Weight [N, K] whose inputs are rounded to eight bits, by the groups of the inputs."""
 
     codes: Tensor  # [groups, N, A] int8, zeros behind the end of K
-    scales: Tensor  # [groups, N] float32
-    bounds: Tensor  # [N] float32, of `row_bounds`
+    scales: Tensor  # [groups, N] float32; multiples of `integer_scales` where `whole`
+    rows: Tensor  # [N] float32, of `row_bounds`; units of `integer_scales` where `whole`
     K: int
-    whole: bool = False  # inputs have one scale a token, and scales their last bit set
+    whole: bool = False  # whether inputs have one scale a token
 
     @property
     def size_bytes(self) -> int:
         """Bytes that one pass over the weight reads."""
-        return self.codes.nbytes + self.scales.nbytes + self.bounds.nbytes
+        return self.codes.nbytes + self.scales.nbytes + self.rows.nbytes
 
 
 def grouped_bytes(N: int, K: int, group_size: int) -> int:
@@ -62,16 +62,18 @@ def grouped(w: PackedLinear, whole: bool = False) -> GroupedCodes:
     group = activation_group(w.group_size, w.K)
     groups = -(-w.K // group)
     codes = torch.zeros(groups, w.N, group, dtype=torch.int8)
-    squares = torch.empty(w.N, dtype=torch.float64)
+    scales, rows = torch.empty(w.scales.shape), torch.empty(w.N)
     for start in range(0, w.N, CHUNK_ROWS):
-        rows = slice(start, start + CHUNK_ROWS)
-        part = unpack(w.codes[rows], w.bits, w.K)
-        codes[:, rows] = _in_groups(part, group)
-        squares[rows] = squared_norms(part, w.scales[rows])
+        own = slice(start, start + CHUNK_ROWS)
+        part = unpack(w.codes[own], w.bits, w.K)
+        codes[:, own] = _in_groups(part, group)
+        if whole:
+            scales[own], rows[own] = integer_scales(part, w.scales[own], w.bits)
+        else:
+            scales[own] = w.scales[own]
+            rows[own] = row_bounds(squared_norms(part, w.scales[own]), groups)
     starts = torch.arange(0, w.K, group)
-    scales = w.scales.float().T[starts // w.group_size].contiguous()
-    scales = odd(scales) if whole else scales
-    return GroupedCodes(codes, scales, row_bounds(squares, groups), w.K, whole)
+    return GroupedCodes(codes, scales.T[starts // w.group_size].contiguous(), rows, w.K, whole)
 
 
 def grouped_product(
@@ -92,27 +94,27 @@ def grouped_product(
 def _product(x: Tensor, w: GroupedCodes) -> Tensor:
     groups, N, group = w.codes.shape
     q, s = quantize_activations(x, w.K if w.whole else group)
-    tokens = s.new_full((len(q),), WHOLE_BOUND) if w.whole else token_bounds(q, s, group)
     codes, parts = _in_groups(q, group).float(), s.T.double()[:, :, None]  # [groups, M, A]
     y = torch.zeros(len(x), N)
     step = min(N, max(LEAST_ROWS, WIDE_SUMS // len(x)))
     together = max(1, min(WIDE_CODES // (step * group), WIDE_SUMS // (step * len(x))))
+    bounds = None if w.whole else token_bounds(q, s, group)
     for start in range(0, N, step):
-        rows = slice(start, start + step)
-        centre = centres(w.bounds[rows], tokens)
-        total = centre.clone()
+        own = slice(start, start + step)
+        centre = None if bounds is None else centres(w.rows[own], bounds)
+        total = y[:, own].double() if centre is None else centre.clone()
         for first in range(0, groups, together):
             part = slice(first, first + together)
-            sums = torch.bmm(codes[part], w.codes[part, rows].float().transpose(1, 2))
-            scales = w.scales[part, None, rows]
+            sums = torch.bmm(codes[part], w.codes[part, own].float().transpose(1, 2))
+            scales = w.scales[part, None, own]
             if w.whole:
                 products = sums.double().mul_(scales)
             else:
                 products = sums.mul_(scales).double().mul_(parts[part])
             for product in products:
                 torch.add(product, total, out=total)
-        y[:, rows] = total - centre
-    return y.mul_(s) if w.whole else y
+        y[:, own] = total if centre is None else total - centre
+    return y.mul_(w.rows).mul_(s) if w.whole else y
 
 
 def _in_groups(codes: Tensor, group: int) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowbit.formats.activation_modes import Inputs
+from lowbit.formats.activation_modes import Activations, Inputs
 from lowbit.formats.activations import activation_group
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.backends.cuda_experts import check_experts as check_experts
@@ -77,9 +77,8 @@ def prepare(
     """
     if not isinstance(w, PackedLinear):
         return w
-    made = tiled(w, paired, "exact" if inputs == "exact" else "int8")
-    if inputs == "whole":
-        return replace(made, whole=True)
+    activations: Activations = "exact" if inputs == "exact" else "int8"
+    made = tiled(w, paired, activations, whole=inputs == "whole")
     if inputs == "int16":
         return replace(made, remainders=True)
     if launches is None or inputs != "exact":

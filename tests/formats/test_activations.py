@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowbit.formats.activations import (
-    WHOLE_BOUND,
+    MOST_COLUMNS,
     activation_group,
     centres,
     dequantize_activations,
     fma,
     grouped_product_ref,
+    integer_scales,
     quantize_activations,
     row_bounds,
     squared_norms,
@@ -169,49 +170,73 @@ def test_product_adds_the_groups_in_any_order(K: int, group_size: int) -> None:
     assert ((y - exact).abs() <= -(-K // group) * centre / 6 * 2.0**-22 + size * 2.0**-24).all()
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("K", "group_size"), [(192, 64), (512, 128), (512, 512), (200, 200)])
-def test_product_of_tokens_with_one_scale(K: int, group_size: int) -> None:
-    """Groups in any order: terms that BF16 scales would leave half way, and zeros, among them."""
+def test_product_of_tokens_with_one_scale(K: int, group_size: int, bits: int) -> None:
+    """An integer for each row and token, which is rounded, and scaled twice."""
     generator = torch.Generator().manual_seed(K)
-    codes = torch.randint(-128, 128, (3, K), generator=generator, dtype=torch.int8)
-    scales = torch.randn(3, K // group_size, generator=generator).bfloat16()
-    scales[0, 0], scales[1, 0] = 0, 2.0**-7
-    group = activation_group(group_size, K)
+    top = 2 ** (bits - 1)
+    codes = torch.randint(-top, top, (4, K), generator=generator).to(torch.int8)
+    scales = torch.randn(4, K // group_size, generator=generator).bfloat16()
+    scales[0, 0], scales[1] = 0, 0
     x = inputs(K, (2, K), 3.0)
     q, s = quantize_activations(x, K)
     assert s.shape == (2, 1)
-    y = whole_product_ref(q, s, codes, scales)
-    rows = row_bounds(squared_norms(codes, scales), -(-K // group))
-    for m, n in ((m, n) for m in range(2) for n in range(3)):
-        begin, terms = Fraction(rows[n].item() * WHOLE_BOUND), []
-        for start in range(0, K, group):
-            part = slice(start, start + group)
-            products = zip(q[m, part].tolist(), codes[n, part].tolist(), strict=True)
-            factor = odd(Fraction(scales[n, start // group_size].item()))
-            terms.append(sum(x * code for x, code in products) * factor)
-        for order in (terms, terms[::-1], sorted(terms)):
-            total = begin
-            for term in order:
-                total = fp32(total + term)
-            assert Fraction(y[m, n].item()) == fp32((total - begin) * Fraction(s[m, 0].item()))
+    y = whole_product_ref(q, s, codes, scales, bits)
+    multiples, units = integer_scales(codes, scales, bits)
+    factors = multiples.repeat_interleave(group_size, 1)
+    for m, n in ((m, n) for m in range(2) for n in range(4)):
+        terms = zip(q[m].tolist(), codes[n].tolist(), factors[n].tolist(), strict=True)
+        total = fp32(Fraction(sum(x * code * multiple for x, code, multiple in terms)))
+        scaled = fp32(total * Fraction(units[n].item()))
+        assert Fraction(y[m, n].item()) == fp32(scaled * Fraction(s[m, 0].item()))
     weight = codes.double() * scales.double().repeat_interleave(group_size, 1)
-    exact = dequantize_activations(q, s, K).double() @ weight.T
-    size = dequantize_activations(q, s, K).double().abs() @ weight.abs().T
-    # Half of a multiple of each term, a last bit of each scale, and two roundings of the sum.
-    half = -(-K // group) * rows * WHOLE_BOUND / 6 * 2.0**-22 * s
-    assert ((y - exact).abs() <= half + size * 2.0**-22).all()
+    x = dequantize_activations(q, s, K).double()
+    # Half a unit for each code, and the roundings of a unit, a sum and two products.
+    error = x.abs() @ codes.double().abs().T * (units / 2) + x.abs() @ weight.abs().T * 2.0**-21
+    assert ((y - x @ weight.T).abs() <= error).all()
 
 
-@given(seed=st.integers(0, 2**32), bits=st.sampled_from([2, 4, 8]))
-def test_no_sum_of_tokens_with_one_scale_leaves_its_power_of_two(seed: int, bits: int) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    bits=st.sampled_from([2, 3, 4, 8]),
+    K=st.sampled_from([64, 1024, MOST_COLUMNS]),
+)
+def test_sums_with_integer_scales_fit_32_bits(seed: int, bits: int, K: int) -> None:
+    """Of any token, while codes lie in the upper bits of a byte."""
     generator = torch.Generator().manual_seed(seed)
     least, most = -(2 ** (bits - 1)), 2 ** (bits - 1)
-    codes = torch.randint(least, most, (4, 1024), generator=generator).to(torch.int8)
+    codes = torch.randint(least, most, (4, K), generator=generator).to(torch.int8)
     codes[0] = least
-    scales = torch.randn(4, 8, generator=generator).abs()
-    weight = codes.double().abs() * scales.double().repeat_interleave(128, 1)
-    centre = row_bounds(squared_norms(codes, scales), 8).double() * WHOLE_BOUND
-    assert (127 * weight.sum(1) < centre / 3).all()  # of any token
+    codes[1, 1:] = 0
+    scales = torch.randn(4, K // 64, generator=generator) * torch.logspace(-30, 30, 4)[:, None]
+    scales[2] = scales[2, 0]
+    multiples, _ = integer_scales(codes, scales, bits)
+    sizes = codes.long().abs() * multiples.long().abs().repeat_interleave(64, 1)
+    largest = sizes.sum(1) * 127 << 8 - bits
+    assert (largest < 2**31).all()
+    assert (multiples.abs().amax(1) >= 1).all()
+    assert (largest[[0, 2, 3]] > (2**30 if K < MOST_COLUMNS else 2**28)).all()  # nor much too small
+
+
+@pytest.mark.parametrize(("bits", "K", "most"), [(4, 4096, 0.004), (4, 1024, 0.001), (8, 4096, 0.004)])
+def test_integer_scales_are_near(bits: int, K: int, most: float) -> None:
+    """Of weights that are rounded to nearest."""
+    weight = torch.randn(64, K // 128, 128, generator=torch.Generator().manual_seed(bits))
+    scales = weight.abs().amax(-1) / (2 ** (bits - 1) - 1)
+    codes = (weight / scales[..., None]).round().to(torch.int8).view(64, K)
+    multiples, units = integer_scales(codes, scales.bfloat16(), bits)
+    found = multiples * units[:, None]
+    error = (found / scales.bfloat16() - 1).square().mean().sqrt()
+    assert 0 < error < most
+    largest = scales.bfloat16().float().argmax(1)[:, None]
+    assert torch.allclose(found.gather(1, largest), scales.bfloat16().float().gather(1, largest))
+
+
+def test_a_weight_of_too_many_columns_has_no_integer_scales() -> None:
+    codes = torch.zeros(1, 2 * MOST_COLUMNS, dtype=torch.int8)
+    with pytest.raises(ValueError, match="131072 columns, at most 65536"):
+        integer_scales(codes, torch.ones(1, 1), 4)
 
 
 @given(seed=st.integers(0, 2**32), K=st.sampled_from([128, 1024]), bits=st.sampled_from([2, 4, 8]))

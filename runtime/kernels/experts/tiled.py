@@ -60,7 +60,7 @@ class TiledExperts(Sequence[TiledLinear]):
         if isinstance(index, slice):
             return replace(self, words=words, scales=scales, bounds=bounds)
         sizes = self.bits, self.group_size, self.N, self.K, self.paired
-        return TiledLinear(words, scales, *sizes, activations=self.activations, bounds=bounds)
+        return TiledLinear(words, scales, *sizes, activations=self.activations, rows=bounds)
 
 
 def gathered(read: Callable[[int, int], GpuLinear], count: int) -> TiledExperts:
@@ -76,13 +76,13 @@ def gathered(read: Callable[[int, int], GpuLinear], count: int) -> TiledExperts:
     first = _tiled(read(0, 1))
     words = first.words.new_empty((count, *first.words.shape))
     scales = first.scales.new_empty((count, *first.scales.shape))
-    bounds = None if first.bounds is None else first.bounds.new_empty((count, *first.bounds.shape))
+    bounds = None if first.rows is None else first.rows.new_empty((count, *first.rows.shape))
     for start, stop in _blocks(first, count):
         block = _tiled(read(start, stop))
         words[start:stop] = block.words.view(stop - start, *words.shape[1:])
         scales[start:stop] = block.scales.view(stop - start, *scales.shape[1:])
-        if bounds is not None and block.bounds is not None:
-            bounds[start:stop] = block.bounds.view(stop - start, *bounds.shape[1:])
+        if bounds is not None and block.rows is not None:
+            bounds[start:stop] = block.rows.view(stop - start, *bounds.shape[1:])
     sizes = first.bits, first.group_size, first.N, first.K, first.paired
     return TiledExperts(words, scales, *sizes, first.activations, bounds)
 

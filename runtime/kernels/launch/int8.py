@@ -52,6 +52,16 @@ LAUNCHES = (
     (Int8Launch(128, 2, 2, 64, 2, 1, 2), 667),
     (Int8Launch(256, 2, 1, 64, 2, 1, 2), 1183),
 )
+# The same where a token has one scale.
+WHOLE_LAUNCHES = (
+    (Int8Launch(16, 2, 2, 16, 2, 2, 4), 420),
+    (Int8Launch(16, 4, 2, 16, 2, 1, 4), 410),
+    (Int8Launch(32, 4, 2, 32, 2, 1, 2), 470),
+    (Int8Launch(64, 2, 2, 64, 2, 1, 4), 310),
+    (Int8Launch(64, 4, 2, 64, 1, 1, 2), 560),
+    (Int8Launch(128, 2, 2, 128, 2, 1, 2), 450),
+    (Int8Launch(256, 2, 1, 64, 2, 1, 2), 780),
+)
 PADDING = 1.02  # factor on the time of a launch that was cut to fit, with fewer steps in a turn
 UNIT_NS, TOKEN_NS = 1500, 17  # beside the steps: of a unit, and of each of its tokens
 JOIN_NS, PART_NS = 2500, 10  # of a divided unit, and of each token of each part
@@ -70,7 +80,7 @@ def int8_launch(
     count: int,
     whole: bool = False,
 ) -> Int8Launch | None:
-    """Choose the launch that ends first by the times of LAUNCHES; None where none has room.
+    """Choose the launch that ends first by the times above; None where none has room.
 
     Args:
         bits: of a code.
@@ -94,7 +104,7 @@ def int8_launch(
         return None
 
     costs = []
-    for launch, measured in LAUNCHES:
+    for launch, measured in WHOLE_LAUNCHES if whole else LAUNCHES:
         own = fitted(launch)
         if own is None:
             continue

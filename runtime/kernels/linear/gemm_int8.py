@@ -15,7 +15,8 @@ Plan    a unit is a block of rows and of tokens. Every program has as many whole
         the words pass through rings in shared memory: x by bulk copies, which one warp begins, each
         lane's words by copies of its own
 Bits    sums begin at a centre and are exact after each term's own rounding, so a token's results
-        depend on nothing but the token: neither on tile nor on company nor on shares
+        depend on nothing but the token: neither on tile nor on company nor on shares. Sums with
+        integer scales are integers until they are whole
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from lowbit.runtime.kernels.launch.int8 import COUNTERS, ROWS, Int8Launch, int8_
 from lowbit.runtime.kernels.linear.gemm_store import load_added, store_block
 from lowbit.runtime.kernels.linear.program import Blocks, Packed, token_blocks
 from lowbit.runtime.kernels.linear.quantize import bound_pair, factor_pair, quantize
-from lowbit.runtime.kernels.linear.sums import centre_of, row_bounds
+from lowbit.runtime.kernels.linear.sums import centre_of, number_of, row_numbers, scaled
 from lowbit.runtime.kernels.linear.tiles import TILE, TiledLinear
 from lowbit.runtime.kernels.ptx.int8 import begin_turn, multiply_scaled
 from lowbit.runtime.kernels.ptx.memory import (
@@ -47,7 +48,7 @@ from lowbit.runtime.kernels.ptx.memory import (
     store16,
     stream16_if,
 )
-from lowbit.runtime.kernels.ptx.mma import as_float, as_word, inline, threads
+from lowbit.runtime.kernels.ptx.mma import as_word, inline, threads
 from lowbit.runtime.kernels.ptx.wgmma import init_barriers, next_slot
 
 # Tokens of a block up to which a lane has registers for what it needs behind its products: factors
@@ -103,7 +104,7 @@ def int8_gemm_plan(
     ],
 )  # fmt: skip
 def _gemm_int8_kernel(
-    x_ptr, words_ptr, scales_ptr, bounds_ptr, added_ptr, out_ptr, parts_ptr, counts_ptr, M, N,
+    x_ptr, words_ptr, scales_ptr, rows_ptr, added_ptr, out_ptr, parts_ptr, counts_ptr, M, N,
     tiles, units, blocks, stride_added, divided, sharers, PLAN: gl.constexpr,
 ):  # fmt: skip
     """N: columns of the output; blocks: of tokens; stride_added: from row to row of `added`.
@@ -176,13 +177,16 @@ def _gemm_int8_kernel(
         here = x + (unit % blocks).to(gl.int64) * X.SIZE
         there = x + (next_unit % blocks).to(gl.int64) * X.SIZE
         first_token = unit % blocks * COLUMNS
-        rows = row_bounds(bounds_ptr, gl.minimum(tile, tiles - 1), lane)
+        rows = row_numbers(rows_ptr, gl.minimum(tile, tiles - 1), lane)
         factors = ()
         if PLAN.NORMED and COLUMNS <= EARLY_FACTORS:
             factors = _factors(x_ptr, blocks, first_token, lane, PLAN)
         acc = ()
         for i in gl.static_range(COLUMNS // 8):
-            acc = acc + _centres(x_ptr, blocks, first_token + i * 8, lane, rows, PLAN)
+            if X.WHOLE:
+                acc = acc + (zero, zero, zero, zero)
+            else:
+                acc = acc + _centres(x_ptr, blocks, first_token + i * 8, lane, rows, PLAN)
         own = limit - begin  # turns of this unit
         for k in range(own):
             turn = begin + k
@@ -221,8 +225,8 @@ def _gemm_int8_kernel(
             )
         if PLAN.NORMED and COLUMNS > EARLY_FACTORS:
             factors = _factors(x_ptr, blocks, first_token, lane, PLAN)
-        sums = ()
-        for i in gl.static_range(COLUMNS // 8):
+        sums = acc if X.WHOLE else ()
+        for i in gl.static_range(0 if X.WHOLE else COLUMNS // 8):
             centre = _centres(x_ptr, blocks, first_token + i * 8, lane, rows, PLAN)
             for j in gl.static_range(4):
                 sums = sums + (acc[4 * i + j] - centre[j],)
@@ -233,6 +237,9 @@ def _gemm_int8_kernel(
                 (lane >= 0) & part, PLAN,
             )  # fmt: skip
             first_token = gl.where(last, first_token, M)  # others have stored nothing
+        if X.WHOLE:
+            FACTOR: gl.constexpr = PLAN.W.CODEC.FACTOR
+            sums = scaled(sums, (rows[0] * FACTOR, rows[1] * FACTOR))
         store_block(
             sums, added_ptr, given, out_ptr, first_token, tile, lane, M, N, stride_added, factors,
             PLAN, PLAN.SUMMED,
@@ -324,7 +331,7 @@ def _join(
     last = counted & (count_warp(counter, sharers - 1 + zero, counted) == sharers - 1)
     total = ()
     for i in gl.static_range(len(sums)):
-        total = total + (gl.where(last, 0.0, sums[i]),)
+        total = total + (gl.where(last, number_of(zero, sums[i]), sums[i]),)
     for first in range(0, sharers, AT_ONCE):
         loaded = ()
         for i in gl.static_range(AT_ONCE):
@@ -336,7 +343,7 @@ def _join(
         for j in gl.static_range(len(sums)):
             one = total[j]
             for i in gl.static_range(AT_ONCE):
-                one += as_float(loaded[i * len(sums) + j])
+                one += number_of(loaded[i * len(sums) + j], one)
             more = more + (one,)
         total = more
     return total, last | ~part
@@ -421,7 +428,7 @@ def multiply(
         [M, N] or [M, N / 2]; where two rows are a token [M / 2, N] float32.
     """
     plan = int8_gemm_plan(w.constants, X, launch, w.paired, normed, w.remainders)
-    if w.bounds is None or w.arrived is None:
+    if w.rows is None or w.arrived is None:
         raise ValueError("a weight that was not prepared for activations in eight bits")
     y = w.new_product(M, dtype)
     count = -(-M // X.TOKENS)
@@ -445,7 +452,7 @@ def multiply(
         blocks,
         w.words,
         w.scales.view(torch.int32),
-        w.bounds,
+        w.rows,
         None if added is None else added.view(torch.int32),
         y if dtype == torch.float32 else y.view(torch.int32),
         parts,

@@ -1,6 +1,7 @@
 """gemv_int8: the product of `gemv` for x in eight bits, up to 8 tokens, on any card.
 
     t = fp32(sum(code * q) * scale_w)   y = fma(t, scale_x, y)   from a centre, for each group of x
+    or integer sums of multiple * sum(code * q) where a token has one scale
 
 Layout  as `gemv`; groups of x have 128, 64 or 32 elements (`formats.activations`)
 Fused   as `gemv`
@@ -25,9 +26,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.launch.device import card_of, run
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
-from lowbit.runtime.kernels.linear.gemv_int8_store import load_added, result_of, store_round
+from lowbit.runtime.kernels.linear.gemv_int8_store import (
+    load_added,
+    load_units,
+    result_of,
+    store_round,
+)
 from lowbit.runtime.kernels.linear.gemv_several import leave_factors
-from lowbit.runtime.kernels.linear.int8_steps import bounds_of_rows
+from lowbit.runtime.kernels.linear.int8_steps import integer_starts, numbers_of_rows
 from lowbit.runtime.kernels.linear.norm import load_gains, norm_factor, total_of
 from lowbit.runtime.kernels.linear.products import load_steps, tile_addresses
 from lowbit.runtime.kernels.linear.program import (
@@ -38,7 +44,6 @@ from lowbit.runtime.kernels.linear.program import (
     int8_places,
     wide,
 )
-from lowbit.runtime.kernels.linear.quantize import WHOLE_WORD
 from lowbit.runtime.kernels.linear.staged_codes import (
     columns_of,
     is_inside,
@@ -119,7 +124,7 @@ def gemv_int8(
         squares,
         w.words,
         w.scales.view(torch.int32),
-        w.bounds,
+        w.rows,
         added,
         y,
         x.shape[0],
@@ -136,7 +141,7 @@ def gemv_int8(
 
 @gluon.jit(do_not_specialize=["B", "N", "tiles"])
 def gemv_int8_kernel(
-    x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, bounds_ptr, added_ptr, y_ptr, B, N,
+    x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, rows_ptr, added_ptr, y_ptr, B, N,
     tiles, eps, PLAN: gl.constexpr,
 ):  # fmt: skip
     """See `gemv_int8`; PLAN is an `Int8Plan`."""
@@ -158,7 +163,9 @@ def gemv_int8_kernel(
     first_tile = gl.program_id(0) * (ROUNDS * WARP_GROUPS * TILES)
     own_tile = first_tile + warp // PARTS * TILES
     at = tile_addresses(words_ptr, scales_ptr, own_tile, tiles, part, lane, TILES, W)
-    rows = bounds_of_rows(bounds_ptr, own_tile, tiles, lane, TILES)
+    rows = ()
+    if not W.WHOLE:
+        rows = numbers_of_rows(rows_ptr, own_tile, tiles, lane, TILES)
     loaded = load_steps(at, part, 0, AHEAD, PARTS, W)
     gains = load_gains(gain_ptr, warp, lane, gain_turns(X.BLOCKS, X.TOKENS, WARPS), WARPS, X)
     if PLAN.PDL:
@@ -174,11 +181,12 @@ def gemv_int8_kernel(
         )  # fmt: skip
     result = result_of(warp * 32 + lane, X.TOKENS)
     added = load_added(added_ptr, result, first_tile, B, N, PLAN)
+    units = load_units(rows_ptr, result, first_tile, tiles, PLAN)
     barrier()
     factor = zero_f32 + W.CODEC.FACTOR
     if X.TOKENS == 1:
         if W.WHOLE:
-            bounds = as_float(zero + WHOLE_WORD)
+            bounds = zero_f32
             factor *= load_shared4(buffer + X.SCALES)
         else:
             bounds = staged_bound(buffer, zero, lane, X)
@@ -195,22 +203,25 @@ def gemv_int8_kernel(
         for turn in range(ROUNDS - 1):
             own_tile += WARP_GROUPS * TILES
             next_at = tile_addresses(words_ptr, scales_ptr, own_tile, tiles, part, lane, TILES, W)
-            next_rows = bounds_of_rows(bounds_ptr, own_tile, tiles, lane, TILES)
+            next_rows = ()
+            if not W.WHOLE:
+                next_rows = numbers_of_rows(rows_ptr, own_tile, tiles, lane, TILES)
             sums = buffer + X.END + turn % 2 * PLAN.ROUND
             loaded = _multiply_round(
                 loaded, at, next_at, rows, bounds, buffer, sums, warp, lane, True, PLAN
             )
             barrier()
             tile = first_tile + turn * (WARP_GROUPS * TILES)
-            store_round(y_ptr, added, factor, buffer, sums, result, tile, B, N, NORM, PLAN)
+            store_round(y_ptr, added, units, factor, buffer, sums, result, tile, B, N, NORM, PLAN)
             added = load_added(added_ptr, result, tile + WARP_GROUPS * TILES, B, N, PLAN)
+            units = load_units(rows_ptr, result, tile + WARP_GROUPS * TILES, tiles, PLAN)
             at = next_at
             rows = next_rows
     sums = buffer + X.END + (ROUNDS - 1) % 2 * PLAN.ROUND
     _multiply_round(loaded, at, at, rows, bounds, buffer, sums, warp, lane, False, PLAN)
     barrier()
     tile = first_tile + (ROUNDS - 1) * (WARP_GROUPS * TILES)
-    store_round(y_ptr, added, factor, buffer, sums, result, tile, B, N, NORM, PLAN)
+    store_round(y_ptr, added, units, factor, buffer, sums, result, tile, B, N, NORM, PLAN)
 
 
 @gluon.jit
@@ -235,7 +246,12 @@ def _multiply_round(
     codes = buffer + (lane // 4 % X.TOKENS * X.TOKEN + lane % 4 * 16) + part * W.CODEC.STEP_K
     scales = buffer + X.SCALES + _first_token(lane, X.TOKENS) * 4
     sums += (warp // PARTS * (TILES * PARTS) + part) * BYTES + _slot(lane, X.TOKENS)
-    acc = _centres(rows, bounds, W, X)
+    if W.WHOLE:
+        acc = ()
+        for _r in gl.static_range(TILES):
+            acc = acc + (integer_starts(lane, 2 * min(X.TOKENS, 2)),)
+    else:
+        acc = _centres(rows, bounds, W, X)
     for first in gl.static_range(0, OWN, AHEAD):
         if first + AHEAD < OWN:
             next_loaded = load_steps(
@@ -258,11 +274,16 @@ def _multiply_round(
         )
         if first + AHEAD < OWN or NEXT:
             loaded = next_loaded
-    centres = _centres(rows, bounds, W, X)  # once more, so that none stay in registers
+    centres = ()
+    if not W.WHOLE:
+        centres = _centres(rows, bounds, W, X)  # once more, so that none stay in registers
     for r in gl.static_range(TILES):
         own = ()
         for i in gl.static_range(len(acc[r])):
-            own = own + (acc[r][i] - centres[r][i],)
+            one = acc[r][i]
+            if not W.WHOLE:
+                one -= centres[r][i]
+            own = own + (one,)
         _store_sums(own, sums + r * (PARTS * BYTES), lane, X.TOKENS)
     return loaded
 
@@ -277,14 +298,11 @@ def _first_token(lane, TOKENS: gl.constexpr):
 def _centres(rows, bounds, W: gl.constexpr, X: gl.constexpr):
     """Starts of sums: of each tile the lane's row g of its one or two tokens, then row g + 8.
 
-    rows: of `bounds_of_rows`. bounds: of a lone token its bound, of several the address of the
+    rows: of `numbers_of_rows`. bounds: of a lone token its bound, of several the address of the
         bounds of the lane's two.
     """
     tokens = (bounds,)
-    if X.TOKENS > 1 and W.WHOLE:
-        bound = as_float(bounds * 0 + WHOLE_WORD)
-        tokens = (bound, bound)
-    elif X.TOKENS > 1:
+    if X.TOKENS > 1:
         pair = load_shared8(bounds)
         tokens = (as_float(pair[0]), as_float(pair[1]))
     found = ()
@@ -339,7 +357,7 @@ def _multiply_loaded(
                 if LOADED + begin + EACH < OWN:
                     at = sums_at + (tile + r) * (PARTS * 64 * X.TOKENS)
                     _store_sums(own[r], at, lane, X.TOKENS)
-                    added = added + (_load_sums(at, X.TOKENS),)
+                    added = added + (_load_sums(at, X.TOKENS, W.WHOLE),)
                 else:
                     added = added + (own[r],)
         acc = added
@@ -402,30 +420,29 @@ def _multiply_steps(
                     scale = unpacked_scales(
                         raw[((TILE + r) * ALL + BEGIN + c) * (Q // SCALE_Q) + q // SCALE_Q], SCALES
                     )
-                    own = _add_terms(own, sums[c * TILES + r], scale, tokens[c], W.WHOLE)
+                    own = _add_terms(own, sums[c * TILES + r], scale, tokens[c])
                 added = added + (own,)
             acc = added
     return acc
 
 
 @gluon.jit
-def _add_terms(own, sums, scale, tokens, WHOLE: gl.constexpr):
+def _add_terms(own, sums, scale, tokens):
     """Sums of a tile with a group: its products times the scales of rows and of tokens.
 
-    tokens: scales of the lane's tokens in the group; of tokens with one, 1 or past the end 0.
+    tokens: scales of the lane's tokens in the group; of tokens with one, a word of 1 or past the
+        end 0.
     """
     COLUMNS: gl.constexpr = len(own) // 2
     out = ()
     for half in gl.static_range(2):
+        factor = scale[half]
+        if factor.dtype == gl.int32:
+            factor *= tokens[0]
         for column in gl.static_range(COLUMNS):
             before = own[half * COLUMNS + column]
-            if WHOLE:
-                factor = scale[half] * tokens[0]
-                new = added_term(before, sums[2 * half + column], factor, factor, True)
-            else:
-                product = sums[2 * half + column]
-                new = added_term(before, product, scale[half], tokens[column], False)
-            out = out + (new,)
+            token = tokens[column % len(tokens)]
+            out = out + (added_term(before, sums[2 * half + column], factor, token),)
     return out
 
 
@@ -450,7 +467,7 @@ def _store_sums(own, at, lane, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def _load_sums(at, TOKENS: gl.constexpr):
+def _load_sums(at, TOKENS: gl.constexpr, INTEGER: gl.constexpr):
     """Sums that `_store_sums` has stored."""
     if TOKENS == 1:
         words = load_shared8(at)
@@ -458,5 +475,5 @@ def _load_sums(at, TOKENS: gl.constexpr):
         words = load_shared16(at)
     own = ()
     for i in gl.static_range(len(words)):
-        own = own + (as_float(words[i]),)
+        own = own + (words[i] if INTEGER else as_float(words[i]),)
     return own

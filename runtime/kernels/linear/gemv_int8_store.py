@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.linear.sums import store_finished, sum_of_parts
+from lowbit.runtime.kernels.linear.sums import row_numbers, store_finished, sum_of_parts
 from lowbit.runtime.kernels.ptx.memory import load_shared4
 
 
@@ -33,6 +33,17 @@ def load_added(added_ptr, result, first_tile, B, N, PLAN: gl.constexpr):
     return added
 
 
+@gluon.jit
+def load_units(rows_ptr, result, first_tile, tiles, PLAN: gl.constexpr):
+    """Units of a thread's rows g and g + 8, for each of its turns, where sums are integers."""
+    tile, _slot, g, _token = result
+    units = ()
+    for turn in gl.static_range(turns_of_round(PLAN) if PLAN.W.WHOLE else 0):
+        own = gl.minimum(first_tile + tile + turn * turn_tiles(PLAN), tiles - 1)
+        units = units + (row_numbers(rows_ptr, own, g * 4),)
+    return units
+
+
 @gluon.constexpr_function
 def turn_tiles(plan):
     """Tiles of a round whose results all threads of a program have together."""
@@ -47,7 +58,7 @@ def turns_of_round(plan):
 
 @gluon.jit
 def store_round(
-    y_ptr, added, factor, buffer, sums, result, first_tile, B, N, NORM: gl.constexpr,
+    y_ptr, added, units, factor, buffer, sums, result, first_tile, B, N, NORM: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """Add the sums of all warps that share a tile, for a round's results, and store them."""
@@ -61,7 +72,7 @@ def store_round(
         own = tile + turn * turn_tiles(PLAN)
         inside = own < TILES
         at = sums + gl.minimum(own, TILES - 1) * BYTES + slot * (8 * COLUMNS)
-        y = sum_of_parts(at, PARTS, BYTES // PARTS // (8 * COLUMNS), COLUMNS)
+        y = sum_of_parts(at, PARTS, BYTES // PARTS // (8 * COLUMNS), COLUMNS, PLAN.W.WHOLE)
         for column in gl.static_range(COLUMNS):
             b = token + column
             own_factor = factor
@@ -73,7 +84,12 @@ def store_round(
                     added[turn * 2 * COLUMNS + column],
                     added[(turn * 2 + 1) * COLUMNS + column],
                 )
+            low = y[column]
+            high = y[COLUMNS + column]
+            if PLAN.W.WHOLE:
+                low = low.to(gl.float32) * units[turn][0]
+                high = high.to(gl.float32) * units[turn][1]
             store_finished(
-                y_ptr, y[column], y[COLUMNS + column], own_factor, more, first_tile + own, g, b,
+                y_ptr, low, high, own_factor, more, first_tile + own, g, b,
                 inside & (b < B), N, PLAN.PAIRED,
             )  # fmt: skip

@@ -8,18 +8,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.linear.program import STEP_K
-from lowbit.runtime.kernels.linear.sums import added_term, centre_of, row_bounds
+from lowbit.runtime.kernels.linear.sums import added_term, centre_of, row_numbers
 from lowbit.runtime.kernels.linear.unpack import product_codes
 from lowbit.runtime.kernels.ptx.memory import load_matrices, load_shared8
 from lowbit.runtime.kernels.ptx.mma import as_float, integer_mma, unpacked_scales
 
 
 @gluon.jit
-def bounds_of_rows(bounds_ptr, first_tile, tiles, lane, COUNT: gl.constexpr):
-    """Bounds of the lane's rows of COUNT tiles; past the last one those of that."""
+def numbers_of_rows(rows_ptr, first_tile, tiles, lane, COUNT: gl.constexpr):
+    """Bounds or units of the lane's rows of COUNT tiles; past the last one those of that."""
     found = ()
     for r in gl.static_range(COUNT):
-        found = found + (row_bounds(bounds_ptr, gl.minimum(first_tile + r, tiles - 1), lane),)
+        found = found + (row_numbers(rows_ptr, gl.minimum(first_tile + r, tiles - 1), lane),)
     return found
 
 
@@ -27,7 +27,7 @@ def bounds_of_rows(bounds_ptr, first_tile, tiles, lane, COUNT: gl.constexpr):
 def centres_of_tiles(rows, tokens, FACTOR: gl.constexpr):
     """Starts of a warp's sums of some tiles.
 
-    rows: of `bounds_of_rows`. tokens: bounds of the lane's two of each 8 tokens. FACTOR: of the
+    rows: of `numbers_of_rows`. tokens: bounds of the lane's two of each 8 tokens. FACTOR: of the
     `Codec`.
     """
     found = ()
@@ -35,6 +35,15 @@ def centres_of_tiles(rows, tokens, FACTOR: gl.constexpr):
         for nt in gl.static_range(len(tokens)):
             for i in gl.static_range(4):
                 found = found + (centre_of(rows[r][i // 2] * (1 / FACTOR), tokens[nt][i % 2]),)
+    return found
+
+
+@gluon.jit
+def integer_starts(lane, COUNT: gl.constexpr):
+    """Starts of COUNT sums with integer scales."""
+    found = ()
+    for _i in gl.static_range(COUNT):
+        found = found + (lane * 0,)
     return found
 
 
@@ -86,7 +95,7 @@ def multiply_step(
                     else:
                         before = found[((group - 1) * TILES + r) * 4 + i]
                     token = as_float(pair[i % 2])
-                    found = found + (added_term(before, d[i], scale[i // 2], token, X.WHOLE),)
+                    found = found + (added_term(before, d[i], scale[i // 2], token),)
         for i in gl.static_range(4 * TILES):
             added = added + (found[(GROUPS - 1) * TILES * 4 + i],)
     sums = ()

@@ -10,8 +10,8 @@ Bytes   N*K*bits/8 for every block of tokens, M*K*33/32 for every block of rows,
 Plan    a warp takes one or two tiles and up to 64 tokens over the whole of K. Its codes are the A
         operand, loaded a step of 128 k ahead and unpacked in registers; a block's step of x comes
         by `cp.async`, some steps ahead, for all warps. Sums stay in registers, from the centre of a
-        row and a token on, which is taken away at the end (`formats.activations`): a token's bits
-        are those of `gemv_int8`
+        row and a token on, which is taken away at the end, or are integers (`formats.activations`):
+        a token's bits are those of `gemv_int8`
 """
 
 from dataclasses import dataclass
@@ -27,13 +27,15 @@ from lowbit.formats.activations import activation_group
 from lowbit.runtime.kernels.launch.device import card_of, power_of_two, run
 from lowbit.runtime.kernels.linear.gemm_store import store_block
 from lowbit.runtime.kernels.linear.int8_steps import (
-    bounds_of_rows,
     centres_of_tiles,
+    integer_starts,
     multiply_step,
+    numbers_of_rows,
 )
 from lowbit.runtime.kernels.linear.products import raw_scales, tile_addresses
 from lowbit.runtime.kernels.linear.program import STEP_K, Blocks, Packed, token_blocks, wide
 from lowbit.runtime.kernels.linear.quantize import bound_pair, factor_pair, quantize
+from lowbit.runtime.kernels.linear.sums import row_numbers, scaled
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
@@ -119,7 +121,7 @@ def mma_int8(
         codes,
         w.words,
         w.scales.view(torch.int32),
-        w.bounds,
+        w.rows,
         None if added is None else added.view(torch.int32),
         y if dtype == torch.float32 else y.view(torch.int32),
         M,
@@ -139,7 +141,7 @@ def mma_int8(
 
 @gluon.jit(do_not_specialize=["M", "N", "tiles", "blocks", "stride"])
 def _mma_int8_kernel(
-    x_ptr, words_ptr, scales_ptr, bounds_ptr, added_ptr, out_ptr, M, N, tiles, blocks, stride,
+    x_ptr, words_ptr, scales_ptr, rows_ptr, added_ptr, out_ptr, M, N, tiles, blocks, stride,
     NORM: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """N: columns of the output; stride: from row to row of what is added; blocks: of tokens."""
@@ -169,7 +171,10 @@ def _mma_int8_kernel(
     for i in gl.static_range(STAGES - 1):
         _begin_copy(buffer + i * X.SIZE, x, zero + i, blocks, warp * 32 + lane, PLAN)
     first_row = block * X.TOKENS + first_token
-    acc = _centres((x_ptr, bounds_ptr), blocks, first_row, first_tile, tiles, lane, PLAN)
+    if X.WHOLE:
+        acc = integer_starts(lane, TILES * COUNT)
+    else:
+        acc = _centres((x_ptr, rows_ptr), blocks, first_row, first_tile, tiles, lane, PLAN)
     slot = zero
     for step in range(X.STEPS):
         later = _load_step(at, gl.minimum(step + AHEAD, X.STEPS - 1) + zero, W, X)
@@ -188,7 +193,9 @@ def _mma_int8_kernel(
         loaded = ready + (later,)
     wait_copies(0)
     # Once more, so that none stay in registers.
-    centres = _centres((x_ptr, bounds_ptr), blocks, first_row, first_tile, tiles, lane, PLAN)
+    centres = ()
+    if not X.WHOLE:
+        centres = _centres((x_ptr, rows_ptr), blocks, first_row, first_tile, tiles, lane, PLAN)
     factors = ()
     for i in gl.static_range(TOKENS // 8):
         two = (zero_f32 + W.CODEC.FACTOR, zero_f32 + W.CODEC.FACTOR)
@@ -199,7 +206,13 @@ def _mma_int8_kernel(
     for r in gl.static_range(TILES):
         own = ()
         for i in gl.static_range(COUNT):
-            own = own + (acc[r * COUNT + i] - centres[r * COUNT + i],)
+            one = acc[r * COUNT + i]
+            if not X.WHOLE:
+                one -= centres[r * COUNT + i]
+            own = own + (one,)
+        if X.WHOLE:
+            tile = gl.minimum(first_tile + r, tiles - 1)
+            own = scaled(own, row_numbers(rows_ptr, tile, lane))
         store_block(
             own, added_ptr, (), out_ptr, first_row, first_tile + r, lane, M, N, stride, factors,
             PLAN, PLAN.SUMMED,
@@ -212,13 +225,13 @@ def _centres(ptrs, blocks, first_row, first_tile, tiles, lane, PLAN: gl.constexp
 
     ptrs: to x and to the bounds of the weight's rows. first_row: of the warp's tokens.
     """
-    x_ptr, bounds_ptr = ptrs
+    x_ptr, rows_ptr = ptrs
     X: gl.constexpr = PLAN.X
     TILES: gl.constexpr = PLAN.TILES
     tokens = ()
     for nt in gl.static_range(X.TOKENS // PLAN.BESIDE // 8):
         tokens = tokens + (bound_pair(x_ptr, blocks, first_row + nt * 8 + lane % 4 * 2, X),)
-    rows = bounds_of_rows(bounds_ptr, first_tile, tiles, lane, TILES)
+    rows = numbers_of_rows(rows_ptr, first_tile, tiles, lane, TILES)
     return centres_of_tiles(rows, tokens, PLAN.W.CODEC.FACTOR)
 
 

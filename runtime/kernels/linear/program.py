@@ -29,17 +29,17 @@ class Packed:
     G: int  # columns that share a scale
     BITS: int  # of a code
     CODEC: Codec  # of its codes
-    SCALES: str  # `bf16`, `fp16` or `fp32`
+    SCALES: str  # `bf16`, `fp16`, `fp32` or `int16`
     STEPS: int  # of a row; see `Codec`
     GROUPS: int  # of a row
-    WHOLE: bool = False  # whether x has one scale a token
+    WHOLE: bool  # whether x has one scale a token, so scales are integers
 
 
 @cache
-def packed(K: int, G: int, bits: int, scales: str, whole: bool = False) -> Packed:
+def packed(K: int, G: int, bits: int, scales: str) -> Packed:
     """Constants of a weight with K columns in groups of G."""
     codec = CODECS[bits]
-    return Packed(K, G, bits, codec, scales, -(-K // codec.STEP_K), -(-K // G), whole)
+    return Packed(K, G, bits, codec, scales, -(-K // codec.STEP_K), -(-K // G), scales == "int16")
 
 
 @cache

@@ -18,15 +18,12 @@ Plan    a token is one program, or several where it is long and there are few. A
         those that programs of a GEMV make
 """
 
-import struct
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.formats.activations import WHOLE_BOUND
 from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
 from lowbit.runtime.kernels.linear.norm import (
@@ -73,7 +70,6 @@ from lowbit.runtime.kernels.ptx.mma import (
 from lowbit.runtime.kernels.ptx.wgmma import swizzled
 
 MOST_WARPS = 16  # of a program
-WHOLE_WORD = gl.constexpr(*struct.unpack("<i", struct.pack("<f", WHOLE_BOUND)))  # its bits
 
 
 def arranged(q: Tensor, s: Tensor, bits: int, places: Blocks) -> Tensor:
@@ -269,17 +265,12 @@ def bound_at(out_ptr, blocks, row, X: gl.constexpr):
 def bound_pair(out_ptr, blocks, row, X: gl.constexpr):
     """Bounds of a row with an even number and of the next one."""
     BOUNDS: gl.constexpr = X.BOUNDS
-    if X.WHOLE:
-        bound = as_float(row * 0 + WHOLE_WORD)
-        found = bound, bound
-    else:
-        at = bound_at(out_ptr, blocks, row, X)
-        pair = load8(at.to(gl.int64, bitcast=True))
-        for part in gl.static_range(1, BOUNDS):
-            other = load8((at + part * (blocks * X.TOKENS)).to(gl.int64, bitcast=True))
-            pair = gl.maximum(pair[0], other[0]), gl.maximum(pair[1], other[1])
-        found = as_float(pair[0]), as_float(pair[1])
-    return found
+    at = bound_at(out_ptr, blocks, row, X)
+    pair = load8(at.to(gl.int64, bitcast=True))
+    for part in gl.static_range(1, BOUNDS):
+        other = load8((at + part * (blocks * X.TOKENS)).to(gl.int64, bitcast=True))
+        pair = gl.maximum(pair[0], other[0]), gl.maximum(pair[1], other[1])
+    return as_float(pair[0]), as_float(pair[1])
 
 
 @gluon.jit

@@ -207,9 +207,9 @@ def is_inside(
     """1 for a group of the warp's step c, and 0 past the last one."""
     GROUPS: gl.constexpr = W.CODEC.STEP_K // X.GROUP
     if (c + 1) * PARTS * GROUPS <= X.GROUPS:
-        found = 1.0
+        found = 1
     else:
-        found = gl.where((part + c * PARTS) * GROUPS + GROUP < X.GROUPS, 1.0, 0.0)
+        found = ((part + c * PARTS) * GROUPS + GROUP < X.GROUPS).to(gl.int32)
     return (found,)
 
 

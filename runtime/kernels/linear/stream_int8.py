@@ -13,8 +13,8 @@ Plan    a program for each multiprocessor, with its share of the tiles. It copie
         shared memory while its first words are on their way; after that nothing stands between a
         warp and its words, which it loads to registers some steps ahead. Some warps share a tile
         and take its steps in turn; their sums meet in shared memory once a round of tiles
-Bits    sums begin at a centre and are exact after each term's own rounding: a token's are those of
-        `gemm_int8` and `gemv_int8`
+Bits    sums begin at a centre and are exact after each term's own rounding, or are integers: a
+        token's are those of `gemm_int8` and `gemv_int8`
 """
 
 from dataclasses import dataclass
@@ -31,13 +31,15 @@ from lowbit.runtime.kernels.launch.device import card_of, run
 from lowbit.runtime.kernels.launch.stream import StreamLaunch, stream_shared
 from lowbit.runtime.kernels.linear.gemm_store import load_added, store_block
 from lowbit.runtime.kernels.linear.int8_steps import (
-    bounds_of_rows,
     centres_of_tiles,
+    integer_starts,
     multiply_step,
+    numbers_of_rows,
 )
 from lowbit.runtime.kernels.linear.products import load_steps, tile_addresses
 from lowbit.runtime.kernels.linear.program import BLOCK_K, Blocks, Packed, token_blocks, wide
 from lowbit.runtime.kernels.linear.quantize import MOST_WARPS, bound_pair, factor_pair, quantize
+from lowbit.runtime.kernels.linear.sums import row_numbers, scaled
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
@@ -88,7 +90,7 @@ def stream_plan(
 
 @gluon.jit(do_not_specialize=["M", "N", "tiles", "stride"])
 def _stream_int8_kernel(
-    x_ptr, words_ptr, scales_ptr, bounds_ptr, added_ptr, out_ptr, M, N, tiles, stride,
+    x_ptr, words_ptr, scales_ptr, rows_ptr, added_ptr, out_ptr, M, N, tiles, stride,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """N: columns of the output; stride: from row to row of what is added."""
@@ -111,7 +113,9 @@ def _stream_int8_kernel(
     AHEAD: gl.constexpr = PLAN.AHEAD
     for c in gl.static_range(AHEAD):
         loaded = loaded + (_load(at, part, c, PARTS, PLAN),)
-    rows = bounds_of_rows(bounds_ptr, tile, tiles, lane, TILES)
+    rows = ()
+    if not X.WHOLE:
+        rows = numbers_of_rows(rows_ptr, tile, tiles, lane, TILES)
     init_barriers(buffer + PLAN.FULL, leads, OWN)
     barrier()
     gdc_wait()
@@ -122,7 +126,7 @@ def _stream_int8_kernel(
         expect_bytes(full, leads, min(PARTS, X.STEPS - c * PARTS) * X.SIZE)
         bulk_copy(buffer + at_x, x + at_x, full, leads, min(PARTS, X.STEPS - c * PARTS) * X.SIZE)
     tokens = ()
-    for nt in gl.static_range(NT):
+    for nt in gl.static_range(0 if X.WHOLE else NT):
         tokens = tokens + (bound_pair(x_ptr, 1, nt * 8 + lane % 4 * 2, X),)
     one = as_float(zero) + W.CODEC.FACTOR
     factors = ((one, one),)
@@ -133,7 +137,10 @@ def _stream_int8_kernel(
         for turn in range(PLAN.ROUNDS - 1):
             tile += PLAN.GROUPS * TILES
             next_at = tile_addresses(words_ptr, scales_ptr, tile, tiles, part, lane, TILES, W)
-            next_rows = bounds_of_rows(bounds_ptr, tile, tiles, lane, TILES)
+            next_rows = ()
+            if not X.WHOLE:
+                next_rows = numbers_of_rows(rows_ptr, tile, tiles, lane, TILES)
+            units = _load_units(rows_ptr, first, warp, lane, tiles, PLAN)
             given = _load_added(added_ptr, first, warp, lane, M, N, stride, PLAN)
             sums = buffer + PLAN.SUMS + turn % 2 * PLAN.ROUND
             loaded = _multiply_round(
@@ -142,18 +149,22 @@ def _stream_int8_kernel(
             )  # fmt: skip
             barrier()
             _store_round(
-                sums, added_ptr, given, out_ptr, first, warp, lane, M, N, stride, factors, PLAN
-            )
+                sums, units, added_ptr, given, out_ptr, first, warp, lane, M, N, stride, factors,
+                PLAN,
+            )  # fmt: skip
             first += PLAN.GROUPS * TILES
             at = next_at
             rows = next_rows
+    units = _load_units(rows_ptr, first, warp, lane, tiles, PLAN)
     given = _load_added(added_ptr, first, warp, lane, M, N, stride, PLAN)
     sums = buffer + PLAN.SUMS + (PLAN.ROUNDS - 1) % 2 * PLAN.ROUND
     _multiply_round(
         loaded, at, at, rows, tokens, buffer, sums, warp, lane, zero + PLAN.ROUNDS == 1, False, PLAN
     )
     barrier()
-    _store_round(sums, added_ptr, given, out_ptr, first, warp, lane, M, N, stride, factors, PLAN)
+    _store_round(
+        sums, units, added_ptr, given, out_ptr, first, warp, lane, M, N, stride, factors, PLAN
+    )
 
 
 @gluon.jit
@@ -190,7 +201,10 @@ def _multiply_round(
     AHEAD: gl.constexpr = PLAN.AHEAD
     COUNT: gl.constexpr = X.TOKENS // 2  # sums of a tile in a lane
     part = warp % PARTS
-    acc = centres_of_tiles(rows, tokens, W.CODEC.FACTOR)
+    if X.WHOLE:
+        acc = integer_starts(lane, TILES * COUNT)
+    else:
+        acc = centres_of_tiles(rows, tokens, W.CODEC.FACTOR)
     for c in gl.static_range(OWN):
         later = loaded
         if c + AHEAD < OWN:
@@ -206,13 +220,18 @@ def _multiply_round(
         loaded = ()
         for i in gl.static_range(1, len(later)):
             loaded = loaded + (later[i],)
-    centres = centres_of_tiles(rows, tokens, W.CODEC.FACTOR)
+    centres = ()
+    if not X.WHOLE:
+        centres = centres_of_tiles(rows, tokens, W.CODEC.FACTOR)
     at = sums + warp // PARTS * (TILES * PARTS * X.TOKENS * 64) + part * (X.TOKENS * 64) + lane * 16
     for r in gl.static_range(TILES):
         for i in gl.static_range(0, COUNT, 4):
             words = ()
             for j in gl.static_range(4):
-                words = words + (as_word(acc[r * COUNT + i + j] - centres[r * COUNT + i + j]),)
+                one = acc[r * COUNT + i + j]
+                if not X.WHOLE:
+                    one -= centres[r * COUNT + i + j]
+                words = words + (as_word(one),)
             store_shared16(at + (r * PARTS * X.TOKENS * 64 + i * 128), words, lane >= 0)
     return loaded
 
@@ -245,8 +264,18 @@ def _load_added(added_ptr, first, warp, lane, M, N, stride, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _load_units(rows_ptr, first, warp, lane, tiles, PLAN: gl.constexpr):
+    """Units of the rows of each of a warp's turns of a round, where sums are integers."""
+    units = ()
+    for turn in gl.static_range(_turns(PLAN) if PLAN.X.WHOLE else 0):
+        tile, _, _ = _item(turn, warp, 0, PLAN)
+        units = units + (row_numbers(rows_ptr, gl.minimum(first + tile, tiles - 1), lane),)
+    return units
+
+
+@gluon.jit
 def _store_round(
-    sums, added_ptr, given, out_ptr, first, warp, lane, M, N, stride, factors, PLAN: gl.constexpr
+    sums, units, added_ptr, given, out_ptr, first, warp, lane, M, N, stride, factors, PLAN: gl.constexpr
 ):  # fmt: skip
     """Add the sums of all warps that share a tile, and store them."""
     X: gl.constexpr = PLAN.X
@@ -260,9 +289,13 @@ def _store_round(
             words = load_shared16_if(at, inside, p * X.TOKENS * 64)
             more = ()
             for i in gl.static_range(4):
-                one = as_float(words[i])
+                one = words[i]
+                if not X.WHOLE:
+                    one = as_float(one)
                 more = more + (one if p == 0 else total[i] + one,)
             total = more
+        if X.WHOLE:
+            total = scaled(total, units[turn])
         added = ()
         if added_ptr is not None:
             added = given[turn]
@@ -293,7 +326,7 @@ def multiply(
     Raises:
         ValueError: more tokens than a block has, or a weight for exact inputs.
     """
-    if M > X.TOKENS or w.bounds is None:
+    if M > X.TOKENS or w.rows is None:
         raise ValueError(f"{M} tokens for {launch}, of a weight with {w.activations} inputs")
     plan = stream_plan(w.constants, X, launch, w.paired, normed, w.remainders)
     y = w.new_product(M, dtype)
@@ -303,7 +336,7 @@ def multiply(
         blocks,
         w.words,
         w.scales.view(torch.int32),
-        w.bounds,
+        w.rows,
         None if added is None else added.view(torch.int32),
         y if dtype == torch.float32 else y.view(torch.int32),
         M,

@@ -19,7 +19,7 @@ from lowbit.runtime.kernels.ptx.memory import (
     store_shared16,
     stream8_if,
 )
-from lowbit.runtime.kernels.ptx.mma import across, as_float, as_word
+from lowbit.runtime.kernels.ptx.mma import across, as_float, as_word, multiplied
 from lowbit.runtime.thresholds import HALVED_TOKENS
 
 BIAS = gl.constexpr(12582912.0)  # 1.5 * 2^23: its bits and an integer below 2^22 are their FP32 sum
@@ -79,7 +79,9 @@ def store_sums(a, at, held, HALVED: gl.constexpr):
 
 
 @gluon.jit
-def sum_of_parts(at, PARTS: gl.constexpr, HELD: gl.constexpr, COLUMNS: gl.constexpr):
+def sum_of_parts(
+    at, PARTS: gl.constexpr, HELD: gl.constexpr, COLUMNS: gl.constexpr, INTEGER: gl.constexpr = False
+):  # fmt: skip
     """The sums of all parts of a tile by `tree_sum`: 2 * COLUMNS of this lane, HELD lanes apart."""
     parts = ()
     for p in gl.static_range(PARTS):
@@ -87,12 +89,12 @@ def sum_of_parts(at, PARTS: gl.constexpr, HELD: gl.constexpr, COLUMNS: gl.conste
             parts = parts + (load_shared8(at + p * (HELD * 8)),)
         else:
             parts = parts + (load_shared16(at + p * (HELD * 16)),)
-    return tree_sum(parts, 2 * COLUMNS)
+    return tree_sum(parts, 2 * COLUMNS, INTEGER)
 
 
 @gluon.jit
-def tree_sum(parts, COUNT: gl.constexpr):
-    """COUNT floats, each the sum of as many parts: neighbors are added, then pairs of them.
+def tree_sum(parts, COUNT: gl.constexpr, INTEGER: gl.constexpr = False):
+    """COUNT floats or integers, each the sum of as many parts: neighbors are added, then pairs of them.
 
     So a half or a quarter of a power of two of parts is a sum itself, which other programs may add.
     """
@@ -100,7 +102,7 @@ def tree_sum(parts, COUNT: gl.constexpr):
     for part in gl.static_range(len(parts)):
         own = ()
         for i in gl.static_range(COUNT):
-            own = own + (as_float(parts[part][i]),)
+            own = own + (parts[part][i] if INTEGER else as_float(parts[part][i]),)
         sums = sums + (own,)
     for _level in gl.static_range(len(parts)):
         if len(sums) > 1:
@@ -153,16 +155,34 @@ def store_result(
 
 
 @gluon.jit
-def added_term(before, product, scale, token, WHOLE: gl.constexpr):
+def added_term(before, product, scale, token):
     """A sum and the product of a group, an integer below 2^22, times the scale of its row.
 
-    token: its scale; where a token has one (WHOLE) that is no part of the sum.
+    token: its scale; beside integer scales it is no part of the sum.
     """
-    number = as_float(product + MAGIC) - BIAS
-    if WHOLE:
-        found = gl.fma(number, as_float(as_word(scale) | 1), before)
+    if scale.dtype == gl.int32:
+        found = multiplied(product, scale, before)
     else:
-        found = gl.fma(number * scale, token, before)
+        found = gl.fma((as_float(product + MAGIC) - BIAS) * scale, token, before)
+    return found
+
+
+@gluon.jit
+def number_of(word, like):
+    """A sum by its word, as another one is: FP32, or an integer."""
+    if like.dtype == gl.float32:
+        found = as_float(word)
+    else:
+        found = word
+    return found
+
+
+@gluon.jit
+def scaled(sums, units):
+    """Integer sums of a lane's tokens times the units of its rows g and g + 8, in turn two each."""
+    found = ()
+    for i in gl.static_range(len(sums)):
+        found = found + (sums[i].to(gl.float32) * units[i // 2 % 2],)
     return found
 
 
@@ -173,9 +193,9 @@ def centre_of(row, token):
 
 
 @gluon.jit
-def row_bounds(bounds_ptr, tile, lane):
-    """Bounds of a lane's rows g and g + 8 of a tile."""
-    at = bounds_ptr.to(gl.int64, bitcast=True) + ((tile * 8 + lane // 4) * 8).to(gl.int64)
+def row_numbers(rows_ptr, tile, lane):
+    """Numbers of a lane's rows g and g + 8 of a tile: bounds, or units."""
+    at = rows_ptr.to(gl.int64, bitcast=True) + ((tile * 8 + lane // 4) * 8).to(gl.int64)
     pair = load8(at)
     return as_float(pair[0]), as_float(pair[1])
 

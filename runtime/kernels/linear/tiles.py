@@ -31,7 +31,12 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.activation_modes import Activations
-from lowbit.formats.activations import activation_group, row_bounds
+from lowbit.formats.activations import (
+    activation_group,
+    integer_scales,
+    row_bounds,
+    squared_norms,
+)
 from lowbit.formats.errors import FormatError
 from lowbit.runtime.kernels.codec import CODECS, WIDE_CODECS, Codec
 from lowbit.runtime.kernels.launch.int8 import COUNTERS
@@ -43,7 +48,12 @@ TILE = 16  # rows
 WORDS = 16  # of each row in a step
 LEAST_GROUP = 32  # the k that the four lanes of a row hold of one chunk each
 BLOCK_WORDS = 1 << 21  # rearranged at a time
-SCALES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # for kernels
+SCALES = {  # for kernels
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int16: "int16",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +61,9 @@ class TiledLinear:
     """A weight [N, K] for the GPU's kernels."""
 
     words: Tensor  # [tiles, steps, 2, 8, 4, 4] int32, of 3 bits [tiles, steps, 3, 8, 4, 4]
-    scales: Tensor  # [tiles, groups, 8, 2] bfloat16, float16 or float32
+    # [tiles, groups, 8, 2] bfloat16, float16 or float32, or int16 of `integer_scales`, for products
+    # with x that is normed and has one scale a token in eight bits
+    scales: Tensor
     bits: int  # 2, 3, 4 or 8
     group_size: int  # weights that share a scale
     N: int  # outputs
@@ -64,10 +76,10 @@ class TiledLinear:
     # [tiles * COUNTERS] int32, zeros between products: of the programs that share a tile and block
     # of tokens, what they have left. None where none are shared.
     arrived: Tensor | None = None
-    bounds: Tensor | None = None  # [tiles, 8, 2] float32 of `row_bounds`, for activations in int8
+    # [tiles, 8, 2] float32, for activations in int8: of `row_bounds`, or units of integer scales
+    rows: Tensor | None = None
     # whether a token of x is two rows in eight bits: the heads'; see `remainders`
     remainders: bool = False
-    whole: bool = False  # whether x, which is normed, has one scale a token in eight bits
 
     @property
     def tiles(self) -> int:
@@ -83,6 +95,11 @@ class TiledLinear:
     def size(self) -> tuple[int, int, int, bool]:
         """Bits, tiles, steps and whether paired: what its launches are looked up by."""
         return self.bits, self.tiles, self.steps, self.paired
+
+    @property
+    def whole(self) -> bool:
+        """Whether x has one scale a token."""
+        return self.scales.dtype == torch.int16
 
     @property
     def outputs(self) -> int:
@@ -102,18 +119,21 @@ class TiledLinear:
     @property
     def constants(self) -> Packed:
         """The weight as kernels know it."""
-        return packed(self.K, self.group_size, self.bits, SCALES[self.scales.dtype], self.whole)
+        return packed(self.K, self.group_size, self.bits, SCALES[self.scales.dtype])
 
 
 GpuLinear = TiledLinear | DenseLinear
 
 
-def tiled(w: PackedLinear, paired: bool = False, activations: Activations = "exact") -> TiledLinear:
+def tiled(
+    w: PackedLinear, paired: bool = False, activations: Activations = "exact", whole: bool = False
+) -> TiledLinear:
     """Rearrange a packed weight into the order of the kernels.
 
     Args:
         paired: see `TiledLinear`; the rows of the two halves are equal in number.
         activations: see `TiledLinear`; for `int8` rows are padded to a multiple of 128 columns.
+        whole: with one scale a token, so the weight's are integers.
 
     Raises:
         FormatError: rows or groups that are not a multiple of 32 codes.
@@ -131,23 +151,27 @@ def tiled(w: PackedLinear, paired: bool = False, activations: Activations = "exa
     sizes = w.bits, w.group_size, w.N, w.K, paired
     scales, arrived = _scales(w, paired), counters(words)
     made = TiledLinear(words, scales, *sizes, activations=activations, arrived=arrived)
-    return replace(made, bounds=tile_bounds(made)) if activations == "int8" else made
+    return rounding(made, whole) if activations == "int8" else made
 
 
-def tile_bounds(w: TiledLinear) -> Tensor:
-    """`TiledLinear.bounds` of a weight."""
+def rounding(w: TiledLinear, whole: bool = False) -> TiledLinear:
+    """A weight for x in eight bits: with bounds of its rows, or with integer scales (`whole`)."""
     groups = -(-w.K // activation_group(w.group_size, w.K))
-    bounds = w.scales.new_empty((w.tiles, 8, 2), dtype=torch.float32)
-    if bounds.is_meta:
-        return bounds
+    rows = w.scales.new_empty((w.tiles, 8, 2), dtype=torch.float32)
+    scales = torch.empty_like(w.scales, dtype=torch.int16) if whole else w.scales
     block = max(1, BLOCK_WORDS // (TILE * w.steps * WORDS))
-    for first in range(0, w.tiles, block):
+    for first in () if rows.is_meta else range(0, w.tiles, block):
         part = slice(first, first + block)
-        words, scales = w.words[part], w.scales[part]
-        rows = dequantized(TiledLinear(words, scales, w.bits, w.group_size, TILE * len(words), w.K))
-        squares = rows.double().square_().sum(-1)
-        bounds[part] = row_bounds(squares, groups).view(-1, 2, 8).transpose(1, 2)
-    return bounds
+        words = w.words[part]
+        own = TiledLinear(words, w.scales[part], w.bits, w.group_size, TILE * len(words), w.K)
+        codes, own_scales = _unpacked(own)
+        if whole:
+            multiples, found = integer_scales(codes.to(torch.int8), own_scales, w.bits)
+            scales[part] = multiples.view(-1, 2, 8, multiples.shape[1]).permute(0, 3, 2, 1)
+        else:
+            found = row_bounds(squared_norms(codes, own_scales), groups)
+        rows[part] = found.view(-1, 2, 8).transpose(1, 2)
+    return replace(w, scales=scales, rows=rows, activations="int8")
 
 
 def counters(words: Tensor) -> Tensor:
@@ -157,6 +181,12 @@ def counters(words: Tensor) -> Tensor:
 
 def dequantized(w: TiledLinear) -> Tensor:
     """The weight as [N, K] float32, exactly `code * scale`: the reference of every kernel."""
+    codes, scales = _unpacked(w)
+    return codes * scales.repeat_interleave(w.group_size, 1)[:, : w.K]
+
+
+def _unpacked(w: TiledLinear) -> tuple[Tensor, Tensor]:
+    """Codes [N, K] and scales [N, groups] of a weight, float32."""
     codec = CODECS[w.bits]
     if codec.SPANS:
         codes = _three_bits(w.words)
@@ -167,8 +197,7 @@ def dequantized(w: TiledLinear) -> Tensor:
         codes = codes.flatten(-2).unflatten(-1, (codec.PRODUCTS, 8))
     codes = codes.permute(2, 0, 3, 1, 5, 4, 6)  # half, tile, row, step, q, lane, k
     values = _untiled(codes.reshape(2, w.tiles, 8, -1).float(), w)[:, : w.K]
-    scales = _untiled(w.scales.float().permute(3, 0, 2, 1), w)
-    return values * scales.repeat_interleave(w.group_size, 1)[:, : w.K]
+    return values, _untiled(w.scales.float().permute(3, 0, 2, 1), w)
 
 
 def _untiled(halves: Tensor, w: TiledLinear) -> Tensor:

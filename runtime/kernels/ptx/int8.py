@@ -3,13 +3,13 @@
 Values are those of `mma`: what each lane of a warp holds. Codes are the A operand, in registers;
 the tokens' q is B, in shared memory, as `linear.quantize` leaves it. An integer sum of a group
 leaves the tensor core as a float by one conversion, meets the weight's scale in one product and the
-token's in one FMA; where a token has one scale, the weight's in one FMA alone.
+token's in one FMA; where a token has one scale, it meets an integer in one product that is added.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.ptx.mma import float_types, inline
+from lowbit.runtime.kernels.ptx.mma import float_types, inline, integer_types
 
 
 @gluon.constexpr_function
@@ -45,11 +45,11 @@ def _unpacked(bits, words, name):
 
 
 @gluon.constexpr_function
-def _row_scales(kind, words, bits, names, whole):
-    """PTX that makes the FP32 scales of both rows, for codes of 4 bits a sixteenth of them.
-
-    whole: with the last bit set, as `formats.activations` says.
-    """
+def _row_scales(kind, words, bits, names):
+    """PTX that makes the scales of both rows: integers, or FP32, a sixteenth for codes of 4 bits."""
+    if kind == "int16":
+        low = f"prmt.b32 {names[0]}, {words[0]}, 0, 0x9910;"  # with its sign
+        return [low, f"shr.s32 {names[1]}, {words[0]}, 16;"]
     if kind == "fp32":
         lines = [f"mov.b32 {name}, {word};" for name, word in zip(names, words, strict=True)]
     elif kind == "bf16":
@@ -58,11 +58,6 @@ def _row_scales(kind, words, bits, names, whole):
     else:
         lines = ["{.reg .b16 low, high;", f"mov.b32 {{low, high}}, {words[0]};"]
         lines += [f"cvt.f32.f16 {names[0]}, low;", f"cvt.f32.f16 {names[1]}, high;}}"]
-    if whole:
-        lines.append("{.reg .b32 u;")
-        for name in names:
-            lines += [f"mov.b32 u, {name};", "or.b32 u, u, 1;", f"mov.b32 {name}, u;"]
-        lines.append("}")
     if bits == 4:
         lines += [f"mul.f32 {name}, {name}, 0f3D800000;" for name in names]
     return lines
@@ -81,7 +76,8 @@ def steps_code(columns, plan):
     lines += [f".reg .b32 base, u, r<{size * groups}>;"]
     for s in range(sets):
         lines.append(f".reg .b32 d{s}_<{own}>, a{s}_<16>, w{s}_<{each}>;")
-        lines.append(f".reg .f32 s{s}_<{2 * groups}>;")
+        number = "b32" if kind == "int16" else "f32"
+        lines.append(f".reg .{number} s{s}_<{2 * groups}>;")
     lines += ["setp.ne.b32 more, 1, 0;", "setp.ne.b32 first, 0, 0;"]
     # The result of `redux` lies in a register of the warp, where wgmma wants its descriptors: added
     # to lane by lane, each of them would have to be moved there.
@@ -109,7 +105,7 @@ def steps_code(columns, plan):
         for i in range(groups):
             names = [f"s{p}_{2 * i}", f"s{p}_{2 * i + 1}"]
             raw = [f"r{size * i + k}" for k in range(size)]
-            lines.extend(_row_scales(kind, raw, bits, names, plan.X.WHOLE))
+            lines.extend(_row_scales(kind, raw, bits, names))
 
     def begin(n):  # the products of a task
         j, g, c = tasks[n]
@@ -137,10 +133,10 @@ def steps_code(columns, plan):
                 t = f"t{e}"
                 r, y = f"d{n % sets}_{4 * i + e}", f"${c * own + 4 * i + e}"
                 s = 2 * g + e // 2
-                lines.append(f"cvt.rn.f32.s32 v, {r};")
                 if plan.X.WHOLE:
-                    lines.append(f"fma.rn.f32 {y}, v, s{p}_{s}, {y};")
+                    lines.append(f"mad.lo.s32 {y}, {r}, s{p}_{s}, {y};")
                     continue
+                lines.append(f"cvt.rn.f32.s32 v, {r};")
                 lines.append(f"mul.rn.f32 {t}, v, s{p}_{s};")
                 lines.append(f"fma.rn.f32 {y}, {t}, x{first + e % 2}, {y};")
 
@@ -163,9 +159,9 @@ def steps_code(columns, plan):
 
 
 @gluon.constexpr_function
-def _constraints(sums, inputs):
+def _constraints(sums, inputs, integer):
     """Constraints of PTX that adds to sums in place, and of its other inputs."""
-    return ",".join(["=f"] * sums + [str(i) for i in range(sums)] + ["r"] * inputs)
+    return ",".join(["=r" if integer else "=f"] * sums + [str(i) for i in range(sums)] + ["r"] * inputs)
 
 
 @gluon.jit
@@ -182,9 +178,10 @@ def multiply_scaled(
     """
     COLUMNS: gl.constexpr = 2 * len(sums)
     return gl.inline_asm_elementwise(
-        steps_code(COLUMNS, PLAN), _constraints(COLUMNS // 2, 6),
+        steps_code(COLUMNS, PLAN), _constraints(COLUMNS // 2, 6, PLAN.X.WHOLE),
         sums + (ring, ring_scales, descriptor, scales_at, full, parity),
-        dtype=float_types(COLUMNS // 2), is_pure=False, pack=1,
+        dtype=integer_types(COLUMNS // 2) if PLAN.X.WHOLE else float_types(COLUMNS // 2),
+        is_pure=False, pack=1,
     )  # fmt: skip
 
 

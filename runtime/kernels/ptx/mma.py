@@ -36,6 +36,12 @@ def float_types(count):
     return (gl.float32,) * count
 
 
+@gluon.constexpr_function
+def integer_types(count):
+    """Types of so many results of PTX that are words."""
+    return (gl.int32,) * count
+
+
 @gluon.jit
 def zeros(zero, COUNT: gl.constexpr):
     """COUNT zeros, where sums begin."""
@@ -110,6 +116,16 @@ def pairs(word, SIGNED: gl.constexpr):
 def dot4(a, b):
     """The sum of the products of four signed bytes."""
     return inline("dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", (a, b), PURE=True)
+
+
+@gluon.jit
+def multiplied(a, b, c):
+    """`a * b + c` of words, in one instruction and in this order.
+
+    The compiler adds integers in any order, so that products of several groups would wait in
+    registers.
+    """
+    return inline("mad.lo.s32 $0, $1, $2, $3;", "=r,r,r,r", (a, b, c), PURE=True)
 
 
 @gluon.jit
@@ -196,13 +212,16 @@ def high_half(word):
 
 @gluon.jit
 def unpacked_scales(raw, KIND: gl.constexpr):
-    """Scales of the two rows of a lane in FP32, from a word of two or from two words."""
+    """Scales of the two rows of a lane, from a word of two or from two words: FP32, or int32."""
     if KIND == "fp32":
         low = raw[0].to(gl.float32, bitcast=True)
         high = raw[1].to(gl.float32, bitcast=True)
     elif KIND == "bf16":
         low = low_half(raw)
         high = high_half(raw)
+    elif KIND == "int16":
+        low = raw << 16 >> 16
+        high = raw >> 16
     else:
         low = raw.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
         high = (raw >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)

@@ -51,7 +51,7 @@ def reference(x: Tensor, w: PackedLinear) -> Tensor:
 
 def whole_reference(x: Tensor, w: PackedLinear) -> Tensor:
     q, s = quantize_activations(x, w.K)
-    return whole_product_ref(q, s, unpack(w.codes, w.bits, w.K), w.scales)
+    return whole_product_ref(q, s, unpack(w.codes, w.bits, w.K), w.scales, w.bits)
 
 
 @pytest.fixture(params=[True, False], ids=["pieces", "whole"])

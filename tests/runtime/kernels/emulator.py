@@ -484,6 +484,7 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "stream8_or_any": stream_if(2, ANYTHING),
         "stream16_or_any": stream_if(4, ANYTHING),
         "store_shared2": store_shared2,
+        "multiplied": lambda a, b, c: a * b + c,  # modulo 2^32
         "quotient": lambda x, y: lanes((x / y).astype(FLOAT)),
         "dot4": dot4,
         "total": lambda x: over_warp(x, np.add.reduce).astype(INT),  # modulo 2^32

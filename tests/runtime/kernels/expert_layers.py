@@ -11,7 +11,7 @@ from lowbit.runtime.kernels.linear.tiles import (
     GpuLinear,
     TiledLinear,
     dequantized,
-    tile_bounds,
+    rounding,
     tiled,
 )
 from lowbit.runtime.weights.linear import ExpertWeights, PackedLinear
@@ -122,10 +122,10 @@ def with_random_scales(experts: TiledExperts, dtype: torch.dtype) -> TiledExpert
     """Give codes scales that are no powers of two, so that weights are not exact in BF16."""
     factors = 1 + torch.rand(experts.scales.shape, device=experts.scales.device)
     scales = (experts.scales.float() * factors).to(dtype)
-    if experts.bounds is None:
-        return replace(experts, scales=scales)
     scaled = replace(experts, scales=scales)
-    bounds = [tile_bounds(scaled[i]) for i in range(len(scaled))]
+    if experts.bounds is None:
+        return scaled
+    bounds = [rows for each in scaled if (rows := rounding(each).rows) is not None]
     return replace(scaled, bounds=torch.stack(bounds))
 
 

@@ -100,7 +100,7 @@ def product(x: Tensor, w: PackedLinear) -> Tensor:
 def whole_product(x: Tensor, w: PackedLinear) -> Tensor:
     """The bits of a product of tokens with one scale: [M, N] float32."""
     q, s = quantize_activations(x, w.K)
-    return whole_product_ref(q, s, unpack(w.codes, w.bits, w.K), w.scales)
+    return whole_product_ref(q, s, unpack(w.codes, w.bits, w.K), w.scales, w.bits)
 
 
 def check(x: Tensor, w: TiledLinear, expected: Tensor, **fused: Any) -> None:

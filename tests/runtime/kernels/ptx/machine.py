@@ -173,6 +173,22 @@ def bits_of(value: Value) -> Value:
     return np.asarray(value, np.float32).view(np.uint32).astype(np.int64)
 
 
+def signed(value: Value) -> Value:
+    """Numbers that a register of 32 bits holds."""
+    return value.astype(np.uint32).view(np.int32).astype(np.int64)
+
+
+def permuted(values: list[Value]) -> Value:
+    """Bytes of two words by a selector, each of them itself or eight times its upper bit."""
+    both = values[0] | values[1] << 32
+    found = np.zeros(LANES, np.int64)
+    for i in range(4):
+        place = values[2] >> 4 * i & 15
+        byte = both >> 8 * (place & 7) & 0xFF
+        found |= np.where(place & 8, (byte >> 7) * 0xFF, byte) << 8 * i
+    return found
+
+
 def arithmetic(warp: Warp, name: str, given: list[str]) -> Value | None:
     """What an operation on registers gives; None if it is another one."""
     if name in ("mov.b32", "mov.b64") and given[1].startswith("{"):
@@ -186,8 +202,12 @@ def arithmetic(warp: Warp, name: str, given: list[str]) -> Value | None:
             return values[0] << values[1]
         case "and.b32":
             return values[0] & values[1]
-        case "or.b32":
-            return values[0] | values[1]
+        case "shr.s32":
+            return signed(values[0]) >> values[1]
+        case "prmt.b32":
+            return permuted(values)
+        case "mad.lo.s32":
+            return values[0] * signed(values[1]) + values[2]
         case "add.s32":
             return values[0] + values[1]
         case "setp.ne.b32":
@@ -196,7 +216,7 @@ def arithmetic(warp: Warp, name: str, given: list[str]) -> Value | None:
             assert (values[1] == 0xFFFFFFFF).all(), "not all lanes take part"
             return np.full(LANES, values[0].min())
         case "cvt.rn.f32.s32":
-            return bits_of(values[0].astype(np.uint32).view(np.int32))
+            return bits_of(signed(values[0]))
         case "cvt.f32.f16":
             return bits_of(values[0].astype(np.uint16).view(np.float16))
         case "mul.f32" | "mul.rn.f32":

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.activations import (
-    WHOLE_BOUND,
     activation_group,
     centres,
     grouped_product_ref,
+    integer_scales,
     quantize_activations,
     row_bounds,
     squared_norms,
@@ -161,11 +161,11 @@ def product(
     """What a program leaves of its block: [tokens, 64] float32.
 
     change: a text of its PTX, and one that takes its place.
-    whole: tokens have one scale, which the sums are not times.
+    whole: tokens have one scale, which the result is not times.
     """
     group = activation_group(w.group_size, w.K)
     q, s = quantize_activations(x, w.K if whole else group)
-    own = replace(tiled(w, activations="int8"), whole=whole)
+    own = tiled(w, activations="int8", whole=whole)
     X = token_blocks(w.K, group, launch.tokens, sixteens=not whole, whole=whole)
     groups = s.expand(-1, -(-w.K // group))
     parts = [own.words, own.scales, arranged(q, groups, w.bits, X)[..., : X.SIZE]]
@@ -175,17 +175,20 @@ def product(
     program = Program(np.zeros(240 << 10, np.uint8), np.concatenate(memory))
     text = steps_code(launch.tokens, plan)
     assert change[0] in text
-    squares = squared_norms(unpack(w.codes, w.bits, w.K), w.scales)
-    bounds = row_bounds(squares, groups.shape[1])
-    tokens = torch.full((len(q),), WHOLE_BOUND) if whole else token_bounds(q, s, group)
-    centre = centres(bounds, tokens)
-    words = centre.view(torch.int32).numpy().astype(np.int64)
+    codes = unpack(w.codes, w.bits, w.K)
+    bounds = row_bounds(squared_norms(codes, w.scales), groups.shape[1])
+    centre = centres(bounds, token_bounds(q, s, group))
+    starts = torch.zeros_like(centre) if whole else centre
+    words = starts.view(torch.int32).numpy().astype(np.int64)
     sums = [[words[at] for at in warp] for warp in places(launch.tokens)]
     run_turns(unit, program, code_of(text.replace(*change)), sums)
     y = torch.full((launch.tokens, 64), torch.nan)
     for warp, values in zip(places(launch.tokens), sums, strict=True):
         for at, value in zip(warp, values, strict=True):
             y[at] = torch.from_numpy(value.astype(np.uint32)).view(torch.float32)
+    if whole:
+        _, units = integer_scales(codes, w.scales, w.bits)
+        return y.view(torch.int32).float() * own.constants.CODEC.FACTOR * units
     return y - centre
 
 
@@ -213,7 +216,7 @@ def test_turns_of_tokens_with_one_scale(
     x = randn(launch.tokens, case.K).cpu().bfloat16()
     q, _ = quantize_activations(x, case.K)
     one = torch.ones(len(q), 1)
-    expected = whole_product_ref(q, one, unpack(w.codes, w.bits, w.K), w.scales)
+    expected = whole_product_ref(q, one, unpack(w.codes, w.bits, w.K), w.scales, w.bits)
     assert torch.equal(product(x, w, launch, whole=True), expected)
 
 
