@@ -41,6 +41,9 @@ PACKED = [pytest.param(kind, marks=GPU) for kind in ("int2", "int3", "int4", "in
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_interpreter() -> Iterator[None]:
+    if DEVICE == "cuda":  # where its parts of Triton are the compiler's
+        yield
+        return
     with quick_interpreter():
         yield
 
