@@ -7,8 +7,8 @@ saturate there.
 
 The groups are added in FP64, which holds the product of two FP32 numbers exactly, and each sum is
 rounded to FP32. That differs from the one rounding of an `fma` only where FP64 rounds to the middle
-of two FP32 numbers, about once in 2^29 additions. Where a token has one scale, FP64 holds whole sums
-exactly.
+of two FP32 numbers, about once in 2^29 additions. Where a token has one scale, FP64 holds all of a
+sum exactly.
 """
 
 from dataclasses import dataclass

@@ -219,7 +219,9 @@ def test_sums_with_integer_scales_fit_32_bits(seed: int, bits: int, K: int) -> N
     assert (largest[[0, 2, 3]] > (2**30 if K < MOST_COLUMNS else 2**28)).all()  # nor much too small
 
 
-@pytest.mark.parametrize(("bits", "K", "most"), [(4, 4096, 0.004), (4, 1024, 0.001), (8, 4096, 0.004)])
+@pytest.mark.parametrize(
+    ("bits", "K", "most"), [(4, 4096, 0.004), (4, 1024, 0.001), (8, 4096, 0.004)]
+)
 def test_integer_scales_are_near(bits: int, K: int, most: float) -> None:
     """Of weights that are rounded to nearest."""
     weight = torch.randn(64, K // 128, 128, generator=torch.Generator().manual_seed(bits))

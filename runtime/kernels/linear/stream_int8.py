@@ -275,7 +275,8 @@ def _load_units(rows_ptr, first, warp, lane, tiles, PLAN: gl.constexpr):
 
 @gluon.jit
 def _store_round(
-    sums, units, added_ptr, given, out_ptr, first, warp, lane, M, N, stride, factors, PLAN: gl.constexpr
+    sums, units, added_ptr, given, out_ptr, first, warp, lane, M, N, stride, factors,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """Add the sums of all warps that share a tile, and store them."""
     X: gl.constexpr = PLAN.X

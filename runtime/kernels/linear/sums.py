@@ -80,7 +80,8 @@ def store_sums(a, at, held, HALVED: gl.constexpr):
 
 @gluon.jit
 def sum_of_parts(
-    at, PARTS: gl.constexpr, HELD: gl.constexpr, COLUMNS: gl.constexpr, INTEGER: gl.constexpr = False
+    at, PARTS: gl.constexpr, HELD: gl.constexpr, COLUMNS: gl.constexpr,
+    INTEGER: gl.constexpr = False,
 ):  # fmt: skip
     """The sums of all parts of a tile by `tree_sum`: 2 * COLUMNS of this lane, HELD lanes apart."""
     parts = ()
@@ -94,7 +95,7 @@ def sum_of_parts(
 
 @gluon.jit
 def tree_sum(parts, COUNT: gl.constexpr, INTEGER: gl.constexpr = False):
-    """COUNT floats or integers, each the sum of as many parts: neighbors are added, then pairs of them.
+    """COUNT numbers, each the sum of as many parts: neighbors are added, then pairs of them.
 
     So a half or a quarter of a power of two of parts is a sum itself, which other programs may add.
     """

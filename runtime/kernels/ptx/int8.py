@@ -46,7 +46,7 @@ def _unpacked(bits, words, name):
 
 @gluon.constexpr_function
 def _row_scales(kind, words, bits, names):
-    """PTX that makes the scales of both rows: integers, or FP32, a sixteenth for codes of 4 bits."""
+    """PTX that makes both rows' scales: integers, or FP32, a sixteenth for codes of 4 bits."""
     if kind == "int16":
         low = f"prmt.b32 {names[0]}, {words[0]}, 0, 0x9910;"  # with its sign
         return [low, f"shr.s32 {names[1]}, {words[0]}, 16;"]
@@ -161,7 +161,9 @@ def steps_code(columns, plan):
 @gluon.constexpr_function
 def _constraints(sums, inputs, integer):
     """Constraints of PTX that adds to sums in place, and of its other inputs."""
-    return ",".join(["=r" if integer else "=f"] * sums + [str(i) for i in range(sums)] + ["r"] * inputs)
+    return ",".join(
+        ["=r" if integer else "=f"] * sums + [str(i) for i in range(sums)] + ["r"] * inputs
+    )
 
 
 @gluon.jit
