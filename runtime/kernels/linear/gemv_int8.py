@@ -53,7 +53,7 @@ from lowbit.runtime.kernels.linear.staged_codes import (
     staged_bound,
     token_scales,
 )
-from lowbit.runtime.kernels.linear.sums import added_term, centre_of
+from lowbit.runtime.kernels.linear.sums import added_term, centre_of, group_starts
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.linear.unpack import product_codes
 from lowbit.runtime.kernels.ptx.memory import (
@@ -405,7 +405,7 @@ def _multiply_steps(
             for r in gl.static_range(TILES):
                 a = product_codes(words[(TILE + r) * ALL + BEGIN + c], q, CODEC)
                 if q % GROUP_Q == 0:
-                    d = (zero, zero, zero, zero)
+                    d = group_starts(zero, SCALES)
                 else:
                     d = sums[c * TILES + r]
                 b0 = columns[c][2 * (q % 2)]
@@ -420,14 +420,14 @@ def _multiply_steps(
                     scale = unpacked_scales(
                         raw[((TILE + r) * ALL + BEGIN + c) * (Q // SCALE_Q) + q // SCALE_Q], SCALES
                     )
-                    own = _add_terms(own, sums[c * TILES + r], scale, tokens[c])
+                    own = _add_terms(own, sums[c * TILES + r], scale, tokens[c], SCALES)
                 added = added + (own,)
             acc = added
     return acc
 
 
 @gluon.jit
-def _add_terms(own, sums, scale, tokens):
+def _add_terms(own, sums, scale, tokens, SCALES: gl.constexpr):
     """Sums of a tile with a group: its products times the scales of rows and of tokens.
 
     tokens: scales of the lane's tokens in the group; of tokens with one, a word of 1 or past the
@@ -437,12 +437,13 @@ def _add_terms(own, sums, scale, tokens):
     out = ()
     for half in gl.static_range(2):
         factor = scale[half]
-        if factor.dtype == gl.int32:
+        if SCALES == "int16":
             factor *= tokens[0]
         for column in gl.static_range(COLUMNS):
             before = own[half * COLUMNS + column]
             token = tokens[column % len(tokens)]
-            out = out + (added_term(before, sums[2 * half + column], factor, token),)
+            new = added_term(before, sums[2 * half + column], factor, token, SCALES)
+            out = out + (new,)
     return out
 
 

@@ -8,7 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.linear.program import STEP_K
-from lowbit.runtime.kernels.linear.sums import added_term, centre_of, row_numbers
+from lowbit.runtime.kernels.linear.sums import (
+    added_term,
+    centre_of,
+    group_starts,
+    row_numbers,
+)
 from lowbit.runtime.kernels.linear.unpack import product_codes
 from lowbit.runtime.kernels.ptx.memory import load_matrices, load_shared8
 from lowbit.runtime.kernels.ptx.mma import as_float, integer_mma, unpacked_scales
@@ -82,7 +87,7 @@ def multiply_step(
             if not X.WHOLE:
                 pair = load_shared8(scales_at, (group * X.TOKENS + nt * 8) * 4)
             for r in gl.static_range(TILES):
-                d = (zero, zero, zero, zero)
+                d = group_starts(zero, SCALES)
                 for i in gl.static_range(GROUP_Q):
                     a = codes[r * 4 + group * GROUP_Q + i]
                     b0 = columns[2 * (group * GROUP_Q + i)]
@@ -95,7 +100,7 @@ def multiply_step(
                     else:
                         before = found[((group - 1) * TILES + r) * 4 + i]
                     token = as_float(pair[i % 2])
-                    found = found + (added_term(before, d[i], scale[i // 2], token),)
+                    found = found + (added_term(before, d[i], scale[i // 2], token, SCALES),)
         for i in gl.static_range(4 * TILES):
             added = added + (found[(GROUPS - 1) * TILES * 4 + i],)
     sums = ()

@@ -156,15 +156,30 @@ def store_result(
 
 
 @gluon.jit
-def added_term(before, product, scale, token):
+def group_starts(zero, SCALES: gl.constexpr):
+    """What the four integer sums of a group begin with, for `added_term`.
+
+    A sum that begins at BIAS becomes FP32 without a conversion: one FMA takes BIAS away and scales.
+    Scales of 24 bits would round their product with BIAS.
+    """
+    start = zero
+    if SCALES == "bf16" or SCALES == "fp16":
+        start = zero + MAGIC
+    return start, start, start, start
+
+
+@gluon.jit
+def added_term(before, product, scale, token, SCALES: gl.constexpr):
     """A sum and the product of a group, an integer below 2^22, times the scale of its row.
 
-    token: its scale; beside integer scales it is no part of the sum.
+    product: from `group_starts` on. token: its scale; beside integer scales no part of the sum.
     """
-    if scale.dtype == gl.int32:
+    if SCALES == "int16":
         found = multiplied(product, scale, before)
+    elif SCALES == "fp32":
+        found = gl.fma(product.to(gl.float32) * scale, token, before)
     else:
-        found = gl.fma((as_float(product + MAGIC) - BIAS) * scale, token, before)
+        found = gl.fma(gl.fma(as_float(product), scale, scale * -BIAS), token, before)
     return found
 
 

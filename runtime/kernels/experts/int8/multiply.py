@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from lowbit.formats.activations import activation_group
 from lowbit.runtime.kernels.linear.products import load_step, raw_scales, tile_addresses
 from lowbit.runtime.kernels.linear.program import Packed, blocks_of, wide
-from lowbit.runtime.kernels.linear.sums import BIAS, MAGIC, centre_of
+from lowbit.runtime.kernels.linear.sums import added_term, centre_of, group_starts
 from lowbit.runtime.kernels.linear.unpack import product_codes
 from lowbit.runtime.kernels.ptx.memory import load8, load_matrices, load_shared4, load_shared8
 from lowbit.runtime.kernels.ptx.mma import as_float, integer_mma, unpacked_scales
@@ -224,9 +224,6 @@ def _multiply_step(
     for group in gl.static_range(GROUPS):
         low, high = unpacked_scales(raw[c * GROUPS + group], SCALES)
         factors = factors + ((low * B.W.CODEC.FACTOR, high * B.W.CODEC.FACTOR),)
-    sums = zero
-    if SCALES != "fp32":
-        sums = zero + MAGIC
     new = ()
     for nb in gl.static_range(NB):
         b = ()
@@ -234,7 +231,7 @@ def _multiply_step(
             b = b + load_matrices(codes_at, nb * 8 * B.ROW + (c * PRODUCTS + 2 * pair) * 32)
         y = acc[nb]
         for group in gl.static_range(GROUPS):
-            d = (sums, sums, sums, sums)
+            d = group_starts(zero, SCALES)
             for n in gl.static_range(group * EACH, (group + 1) * EACH):
                 a = codes[n]
                 d = integer_mma(d, a[0], a[1], a[2], a[3], b[2 * n], b[2 * n + 1])
@@ -262,9 +259,5 @@ def _add_group(y, d, factors, s, SCALES: gl.constexpr):
     """Four results with one more group: `fma(fp32(isum * s_w), s_x, y)`."""
     out = ()
     for i in gl.static_range(4):
-        if SCALES == "fp32":
-            term = d[i].to(gl.float32) * factors[i // 2]
-        else:
-            term = gl.fma(as_float(d[i]), factors[i // 2], factors[i // 2] * -BIAS)
-        out = out + (gl.fma(term, s[i % 2], y[i]),)
+        out = out + (added_term(y[i], d[i], factors[i // 2], s[i % 2], SCALES),)
     return out
