@@ -48,8 +48,8 @@ from lowbit.runtime.kernels.ptx.memory import (
     store16,
     stream16_if,
 )
-from lowbit.runtime.kernels.ptx.mma import as_word, inline, threads
-from lowbit.runtime.kernels.ptx.wgmma import init_barriers, next_slot
+from lowbit.runtime.kernels.ptx.mma import as_word, threads
+from lowbit.runtime.kernels.ptx.wgmma import arrive, init_barriers, init_counters, next_slot
 
 # Tokens of a block up to which a lane has registers for what it needs behind its products: factors
 # come before them, what is added before parts are joined.
@@ -129,7 +129,7 @@ def _gemm_int8_kernel(
     leads = (warp == 0) & (lane == 0)
     gdc_launch_dependents()
     init_barriers(full, leads, RING)
-    _init_counters(empty, leads, RING, WARPS)
+    init_counters(empty, leads, RING, WARPS)
     barrier()
     programs = gl.num_programs(0)
     first, start, limit, shares = _part_of(gl.program_id(0), divided, sharers, PLAN)
@@ -206,7 +206,7 @@ def _gemm_int8_kernel(
                     (lane >= 0) & (done + k + AHEAD_TURNS < count), PLAN,
                 )  # fmt: skip
             place = gl.where(place + STEPS == AHEAD, 0, place + STEPS)
-            _arrive(empty + slot * 8, lane == 0)
+            arrive(empty + slot * 8, lane == 0)
             # The slot that all have left is filled with what follows: of this unit, or the next.
             wanted = (done + k > 0) & (done + k - 1 + RING < count)
             begin_turn(
@@ -386,27 +386,6 @@ def _begin_words(slot, lane, words, scales, step, wanted, PLAN: gl.constexpr):
         for i in gl.static_range(ROW_WORDS):
             copy4(slot + lane * 4, at, 4 * i, 1024 * OWN + 128 * (j * ROW_WORDS + i))
     commit_copies()
-
-
-@gluon.jit
-def _init_counters(address, leads, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT mbarriers of 8 bytes each, which complete after ARRIVALS arrivals."""
-    CODE: gl.constexpr = (
-        "{.reg .pred p; setp.ne.s32 p, $2, 0; "
-        f"@p mbarrier.init.shared::cta.b64 [$1], {ARRIVALS}; mov.b32 $0, 0;}}"
-    )
-    for i in gl.static_range(COUNT):
-        inline(CODE, "=r,r,r", (address + 8 * i, leads.to(gl.int32)))
-
-
-@gluon.jit
-def _arrive(address, inside):
-    """Arrive at an mbarrier, once for each lane that is inside."""
-    inline(
-        "{.reg .pred p; setp.ne.s32 p, $2, 0; "
-        "@p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0;}",
-        "=r,r,r", (address, inside.to(gl.int32)),
-    )  # fmt: skip
 
 
 def multiply(

@@ -163,9 +163,8 @@ def gemv_int8_kernel(
     first_tile = gl.program_id(0) * (ROUNDS * WARP_GROUPS * TILES)
     own_tile = first_tile + warp // PARTS * TILES
     at = tile_addresses(words_ptr, scales_ptr, own_tile, tiles, part, lane, TILES, W)
-    rows = ()
-    if not W.WHOLE:
-        rows = numbers_of_rows(rows_ptr, own_tile, tiles, lane, TILES)
+    BOUNDED: gl.constexpr = 0 if W.WHOLE else TILES
+    rows = numbers_of_rows(rows_ptr, own_tile, tiles, lane, BOUNDED)
     loaded = load_steps(at, part, 0, AHEAD, PARTS, W)
     gains = load_gains(gain_ptr, warp, lane, gain_turns(X.BLOCKS, X.TOKENS, WARPS), WARPS, X)
     if PLAN.PDL:
@@ -203,9 +202,7 @@ def gemv_int8_kernel(
         for turn in range(ROUNDS - 1):
             own_tile += WARP_GROUPS * TILES
             next_at = tile_addresses(words_ptr, scales_ptr, own_tile, tiles, part, lane, TILES, W)
-            next_rows = ()
-            if not W.WHOLE:
-                next_rows = numbers_of_rows(rows_ptr, own_tile, tiles, lane, TILES)
+            next_rows = numbers_of_rows(rows_ptr, own_tile, tiles, lane, BOUNDED)
             sums = buffer + X.END + turn % 2 * PLAN.ROUND
             loaded = _multiply_round(
                 loaded, at, next_at, rows, bounds, buffer, sums, warp, lane, True, PLAN

@@ -130,16 +130,13 @@ def stage_whole(
         if KEPT:
             gained = gained + (w,)
     barrier()
+    most = _largest_of(buffer, warp * 0, lane, X)
     for turn in gl.static_range(TURNS):
         token, block, inside, w = _block_of(x_ptr, gained, turn, warp, lane, B, WARPS, X)
         if not KEPT:
             w = times_gains(w, gains[turn % len(gains)])
-        most = lane * 0
-        for first in gl.static_range(0, BLOCKS, 32):
-            other = gl.minimum(first + lane, BLOCKS - 1)
-            at = peaks + (gl.minimum(token, X.TOKENS - 1) * BLOCKS + other) * 4
-            most = gl.maximum(most, as_word(load_shared4(at)))
-        most = largest(most)
+        if X.TOKENS > 1:
+            most = _largest_of(buffer, gl.minimum(token, X.TOKENS - 1), lane, X)
         inverse = quotient(127.0, as_float(gl.maximum(most, LEAST_PEAK)))
         codes = rounded_chunk(w, zero_f32, inverse, False, SUBBYTE)
         chunk = block * 32 + lane
@@ -147,6 +144,18 @@ def stage_whole(
         store_shared8(at, codes, inside & (chunk < X.K // 8))
         at = buffer + X.SCALES + token * 4
         store_shared4(at, scale_of(most), (lane == 0) & inside & (block == 0))
+
+
+@gluon.jit
+def _largest_of(buffer, token, lane, X: gl.constexpr):
+    """The largest |element| of a token, as the word of an FP32, by those of its blocks."""
+    BLOCKS: gl.constexpr = X.BLOCKS
+    most = lane * 0
+    for first in gl.static_range(0, BLOCKS, 32):
+        other = gl.minimum(first + lane, BLOCKS - 1)
+        at = buffer + X.GROUP_SQUARES + (token * BLOCKS + other) * 4
+        most = gl.maximum(most, as_word(load_shared4(at)))
+    return largest(most)
 
 
 @gluon.jit

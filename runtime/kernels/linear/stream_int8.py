@@ -113,9 +113,8 @@ def _stream_int8_kernel(
     AHEAD: gl.constexpr = PLAN.AHEAD
     for c in gl.static_range(AHEAD):
         loaded = loaded + (_load(at, part, c, PARTS, PLAN),)
-    rows = ()
-    if not X.WHOLE:
-        rows = numbers_of_rows(rows_ptr, tile, tiles, lane, TILES)
+    BOUNDED: gl.constexpr = 0 if X.WHOLE else TILES
+    rows = numbers_of_rows(rows_ptr, tile, tiles, lane, BOUNDED)
     init_barriers(buffer + PLAN.FULL, leads, OWN)
     barrier()
     gdc_wait()
@@ -137,9 +136,7 @@ def _stream_int8_kernel(
         for turn in range(PLAN.ROUNDS - 1):
             tile += PLAN.GROUPS * TILES
             next_at = tile_addresses(words_ptr, scales_ptr, tile, tiles, part, lane, TILES, W)
-            next_rows = ()
-            if not X.WHOLE:
-                next_rows = numbers_of_rows(rows_ptr, tile, tiles, lane, TILES)
+            next_rows = numbers_of_rows(rows_ptr, tile, tiles, lane, BOUNDED)
             units = _load_units(rows_ptr, first, warp, lane, tiles, PLAN)
             given = _load_added(added_ptr, first, warp, lane, M, N, stride, PLAN)
             sums = buffer + PLAN.SUMS + turn % 2 * PLAN.ROUND

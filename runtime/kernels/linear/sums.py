@@ -157,7 +157,7 @@ def store_result(
 
 @gluon.jit
 def group_starts(zero, SCALES: gl.constexpr):
-    """What the four integer sums of a group begin with, for `added_term`.
+    """Starts of the four integer sums of a group, for `added_term`.
 
     A sum that begins at BIAS becomes FP32 without a conversion: one FMA takes BIAS away and scales.
     Scales of 24 bits would round their product with BIAS.

@@ -98,7 +98,7 @@ class TiledLinear:
 
     @property
     def whole(self) -> bool:
-        """Whether x has one scale a token."""
+        """True if x has one scale a token."""
         return self.scales.dtype == torch.int16
 
     @property

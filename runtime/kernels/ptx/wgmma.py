@@ -238,6 +238,27 @@ def wait_phase(barrier, parity, wanted=True):
 
 
 @gluon.jit
+def init_counters(address, leads, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT mbarriers of 8 bytes each, which complete after ARRIVALS arrivals."""
+    CODE: gl.constexpr = (
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; "
+        f"@p mbarrier.init.shared::cta.b64 [$1], {ARRIVALS}; mov.b32 $0, 0;}}"
+    )
+    for i in gl.static_range(COUNT):
+        inline(CODE, "=r,r,r", (address + 8 * i, leads.to(gl.int32)))
+
+
+@gluon.jit
+def arrive(address, inside):
+    """Arrive at an mbarrier, once for each lane that is inside."""
+    inline(
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; "
+        "@p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0;}",
+        "=r,r,r", (address, inside.to(gl.int32)),
+    )  # fmt: skip
+
+
+@gluon.jit
 def next_slot(slot, phase, STAGES: gl.constexpr):
     """The place in the ring after this one, and the parity of its phase."""
     ends = slot + 1 == STAGES
