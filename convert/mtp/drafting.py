@@ -23,7 +23,7 @@ from lowbit.convert.mtp.head import (
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.threads import Pool, for_each
 from lowbit.convert.original.walk import blocks, embed
-from lowbit.formats.draft_head import DraftHead
+from lowbit.formats.head_rows import PackedRows
 
 WINDOWS = 8  # of each text
 ROUNDS = 128  # of a window at a time, so that columns stay few
@@ -92,7 +92,7 @@ def measure_drafting(
     models: tuple[LayeredModel, LayeredModel],
     windows: Tensor,
     states: tuple[Tensor, Tensor],
-    draft_head: DraftHead | None,
+    draft_head: PackedRows | None,
     pool: Pool,
 ) -> Drafting | None:
     """Count the drafts of the original's head, of the packed one, and with its draft head.
@@ -126,7 +126,7 @@ def count_drafts(
     states: Tensor,
     greedy: Tensor,
     pool: Pool,
-    draft_head: DraftHead | None = None,
+    draft_head: PackedRows | None = None,
     head: MtpHead | None = None,
 ) -> tuple[Draft, ...]:
     """Count the right drafts of a model's head for multi-token prediction.

@@ -25,7 +25,7 @@ from lowbit.formats.architectures.names import (
     MTP_NORM,
     MTP_PREFIX,
 )
-from lowbit.formats.draft_head import DraftHead
+from lowbit.formats.head_rows import PackedRows
 from lowbit.formats.layout.packing import dequantize, unpack
 
 LAYER = f"{MTP_PREFIX}layers.0."
@@ -148,13 +148,13 @@ def greedy_tokens(model: LayeredModel, states: Tensor, pool: Pool) -> Tensor:
     return _highest(model.weights.rows(model.head, HEAD_ROWS, states.device), states, pool)
 
 
-def draft_tokens(head: DraftHead, states: Tensor, pool: Pool) -> Tensor:
+def draft_tokens(head: PackedRows, states: Tensor, pool: Pool) -> Tensor:
     """The token that a draft head ranks first for every state, as `greedy_tokens` does."""
     ids = head.ids.to(states.device).long()
     return ids[_highest(_rows(head, states), states, pool)]
 
 
-def _rows(head: DraftHead, states: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _rows(head: PackedRows, states: Tensor) -> Iterator[tuple[int, Tensor]]:
     for part in blocks(len(head.ids), HEAD_ROWS):
         codes = unpack(head.packed[part].to(states.device), head.scheme.bits, states.shape[1])
         yield part.start, dequantize(codes, head.scale[part].to(states.device))

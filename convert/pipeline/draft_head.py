@@ -11,9 +11,9 @@ from lowbit.convert.plan.parts import HEAD
 from lowbit.convert.plan.plan import Plan, draft_scheme
 from lowbit.convert.quantize.rounding import search_on
 from lowbit.convert.texts.token_counts import Vocabulary, choose_vocabulary
-from lowbit.formats.draft_head import DraftHead
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.generation import load_generation_config
+from lowbit.formats.head_rows import PackedRows
 from lowbit.formats.layout.manifest import DraftVocabulary
 from lowbit.formats.layout.packing import pack
 from lowbit.formats.layout.rtn import quantize
@@ -55,7 +55,9 @@ def record_of(chosen: Vocabulary, plan: Plan) -> DraftVocabulary:
     )
 
 
-def make_draft_head(plan: Plan, source: Checkpoint, ids: Tensor, device: torch.device) -> DraftHead:
+def make_draft_head(
+    plan: Plan, source: Checkpoint, ids: Tensor, device: torch.device
+) -> PackedRows:
     """Pack rows of the original's head, rounded to nearest; the bytes do not depend on the device.
 
     Args:
@@ -75,4 +77,4 @@ def make_draft_head(plan: Plan, source: Checkpoint, ids: Tensor, device: torch.d
         )
         codes.append(pack(block_codes, scheme.bits).cpu())
         scales.append(scale.cpu())
-    return DraftHead(ids, torch.cat(codes), torch.cat(scales), scheme)
+    return PackedRows(ids, torch.cat(codes), torch.cat(scales), scheme)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
-from lowbit.formats.draft_head import DraftHead
+from lowbit.formats.head_rows import PackedRows
 from lowbit.runtime.backends.ops import DraftOps, Ops
 from lowbit.runtime.models import (
     dense,
@@ -40,7 +40,7 @@ class AddHead(Protocol):
     """Reads the head for multi-token prediction of a model's checkpoint."""
 
     def __call__(
-        self, model: Any, weights: Weights[W], draft: DraftHead | None, /, lone: bool = False
+        self, model: Any, weights: Weights[W], draft: PackedRows | None, /, lone: bool = False
     ) -> Model[W]:
         """The model with its head, and the rows of its own that drafts are chosen from.
 

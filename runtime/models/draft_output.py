@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lowbit.formats.draft_head import DraftHead
+from lowbit.formats.head_rows import PackedRows
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.state.sampler import SamplerRows
 from lowbit.runtime.weights.linear import PackedLinear
@@ -101,7 +101,7 @@ class DraftOutput(Generic[W]):
         return wide.index_copy_(1, self.rows.ids, logits[:, : self.candidates])
 
 
-def draft_rows(draft: DraftHead | None, weights: Weights[W]) -> DraftRows[W] | None:
+def draft_rows(draft: PackedRows | None, weights: Weights[W]) -> DraftRows[W] | None:
     """The rows of a draft head on the model's device; None without one."""
     if draft is None:
         return None

@@ -21,8 +21,9 @@ from lowbit.formats.architectures import (
     read_config,
 )
 from lowbit.formats.architectures.table import TensorSpec
-from lowbit.formats.draft_head import DraftHead, open_draft_head
+from lowbit.formats.draft_head import open_draft_head
 from lowbit.formats.errors import RequestError, UnsupportedModelError
+from lowbit.formats.head_rows import PackedRows
 from lowbit.formats.layout.manifest import is_rotated
 from lowbit.formats.layout.packing import PACKED, SCALE
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
@@ -73,7 +74,7 @@ class OpenedModel:
     schemes: Mapping[str, Scheme | None]  # of every linear module; None where it is dense
     head: bool = False  # read the head for multi-token prediction too
     # Rows that its drafts are chosen from; None for all of the vocabulary
-    draft: DraftHead | None = None
+    draft: PackedRows | None = None
     drafter: "OpenedModel | None" = None  # its drafter; None without one; it excludes the head
     activations: Activations = "exact"  # inputs of its packed linears, heads aside
     rotated: bool = False  # whether hidden states are in another basis than the original's
@@ -408,7 +409,7 @@ def load_drafter(
     return on_cuda
 
 
-def with_head_rows(weights: Weights[W], draft: DraftHead | None) -> Weights[W]:
+def with_head_rows(weights: Weights[W], draft: PackedRows | None) -> Weights[W]:
     """Weights of a drafter, whose heads keep the rows of a model's draft head."""
     if draft is None:
         return weights

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.architectures.decoder import FULL
-from lowbit.formats.draft_head import DraftHead
 from lowbit.formats.errors import UnsupportedModelError
+from lowbit.formats.head_rows import PackedRows
 from lowbit.runtime.models.draft_output import DraftOutput, DraftRows, draft_rows
 from lowbit.runtime.models.layer_parts import embed
 from lowbit.runtime.models.qwen3_5 import Layer, Qwen35, read_gain, read_layer
@@ -72,7 +72,7 @@ class MtpHead(Generic[W]):
 
 
 def with_head(
-    model: Qwen35[W], weights: Weights[W], draft: DraftHead | None = None, lone: bool = False
+    model: Qwen35[W], weights: Weights[W], draft: PackedRows | None = None, lone: bool = False
 ) -> Qwen35[W]:
     """The model with the head of its checkpoint.
 

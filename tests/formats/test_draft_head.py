@@ -14,13 +14,13 @@ from torch import Tensor
 
 from lowbit.formats.draft_head import (
     DRAFT_FILE,
-    DraftHead,
     draft_head_bytes,
     entries,
     name_in,
     open_draft_head,
 )
 from lowbit.formats.errors import FormatError
+from lowbit.formats.head_rows import PackedRows
 from lowbit.formats.layout.packing import dequantize, pack, unpack
 from lowbit.formats.layout.rtn import quantize
 from lowbit.formats.layout.scheme import Scheme
@@ -43,12 +43,12 @@ ROWS = 7
 METADATA = {"format": "pt", "lowbit_draft_head": "1"}
 
 
-def made(group_size: int | None = 32) -> tuple[DraftHead, Tensor]:
+def made(group_size: int | None = 32) -> tuple[PackedRows, Tensor]:
     w = torch.randn(ROWS, 96, generator=torch.Generator().manual_seed(1))
     scheme = Scheme(4, group_size)
     codes, scale = quantize(w, scheme)
     ids = torch.tensor([0, 3, 4, 17, 80, 200, 299], dtype=torch.int32)
-    return DraftHead(ids, pack(codes, 4), scale, scheme), dequantize(codes, scale)
+    return PackedRows(ids, pack(codes, 4), scale, scheme), dequantize(codes, scale)
 
 
 def write(folder: Path, content: bytes) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.measure.rounded_inputs import NORMED
-from lowbit.formats.draft_head import DraftHead
 from lowbit.formats.errors import (
     CheckpointError,
     FormatError,
@@ -22,6 +21,7 @@ from lowbit.formats.errors import (
     RequestError,
     UnsupportedModelError,
 )
+from lowbit.formats.head_rows import PackedRows
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import load
 from lowbit.runtime.backends.cpu_linear import prepare
@@ -291,7 +291,7 @@ def test_activations_reach_every_packed_linear_but_heads(
     if opened.head:
         codes = torch.zeros(48, 16, dtype=torch.int32)
         ids, scale = torch.arange(48, dtype=torch.int32), torch.ones(48, 1, dtype=torch.bfloat16)
-        opened = replace(opened, draft=DraftHead(ids, codes, scale, Scheme(8, 64)))
+        opened = replace(opened, draft=PackedRows(ids, codes, scale, Scheme(8, 64)))
     seen: dict[str, list[int]] = {kind: [] for kind in ("exact", "int8", "whole", "int16", "dense")}
 
     def recorded(w: Linear, dtype: torch.dtype, inputs: str) -> Any:
