@@ -3,7 +3,7 @@
 It lies in a folder of its own, since engines take every safetensors file at the top for the model.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +45,3 @@ def draft_head_size(rows: int, hidden: int, scheme: Scheme) -> int:
 def draft_head_bytes(head: PackedRows) -> bytes:
     """Content of the file."""
     return head_rows_bytes(_FILE, head)
-
-
-def entries(folder: Path) -> Iterator[Path]:
-    """Entries of a packed folder, the files of its draft folder in place of that folder."""
-    for path in folder.iterdir():
-        if path in draft_folders(folder):
-            yield from path.iterdir()
-        else:
-            yield path
-
-
-def draft_folders(folder: Path) -> list[Path]:
-    """The draft folder of a packed folder, none where it has none."""
-    path = folder / DRAFT_FOLDER
-    return [path] if path.is_dir() and not path.is_symlink() else []
-
-
-def name_in(folder: Path, path: Path) -> str:
-    """Name of an entry as lowbit.json has it: `draft/head.safetensors`."""
-    return path.relative_to(folder).as_posix()

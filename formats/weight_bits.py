@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 
 from lowbit.formats.architectures import is_carried, tensor_table
+from lowbit.formats.frequent_rows import FREQUENT_FILE
 from lowbit.formats.layout.manifest import Fate, Manifest
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 
@@ -26,6 +27,7 @@ def weight_bits(checkpoint: Checkpoint, manifest: Manifest | None) -> float:
         ends[info.file] = max(ends.get(info.file, 0), info.offset + info.nbytes)
     size = sum(ends.values())
     if manifest is not None:
+        size += sum(file.size_bytes for file in manifest.files if file.name == FREQUENT_FILE)
         rows = manifest.source_tensors
         return bits_per_weight(size, count_parameters((r.name, r.shape, r.fate) for r in rows))
     table = tensor_table(checkpoint.config, checkpoint.tensors)

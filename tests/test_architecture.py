@@ -56,8 +56,8 @@ ORDER = {
         *("files", "image_settings"),
         "sampling_ranges",
         *("layout", "safetensors", "hub", "shell", "text", "foreign", "generation", "tasks"),
-        *("kept_vocabulary", "head_rows", "draft_head", "file_names", "folder_size"),
-        *("judgement", "weight_bits"),
+        *("kept_vocabulary", "head_rows", "draft_head", "frequent_rows", "row_folders"),
+        *("file_names", "folder_size", "judgement", "weight_bits"),
         "packed",
     ],
     "runtime": [

@@ -36,6 +36,7 @@ from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.file_names import README
 from lowbit.formats.files.atomic import disk_errors
+from lowbit.formats.frequent_rows import FREQUENT_FILE
 from lowbit.formats.layout.manifest import MANIFEST_FILE, json_bytes
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint, open_any_layout
 
@@ -130,11 +131,17 @@ def export(
         target=target,
         weight_bytes=size,
         files=tuple(files),
-        dropped=tuple(layout.dropped(source) if layout else gguf.dropped(source)),
+        dropped=(*(layout.dropped(source) if layout else gguf.dropped(source)), *_rows(source)),
         notes=(*(layout.notes(source) if layout else gguf.notes(source)), *notes),
         proof=proof,
         dequantized=plain,
     )
+
+
+def _rows(source: PackedSource) -> list[str]:
+    """The frequent rows of the head, which the codes of one width have no place for."""
+    there = (source.checkpoint.folder / FREQUENT_FILE).exists()
+    return [f"`{FREQUENT_FILE}`: frequent rows of the head, which no container holds"] * there
 
 
 def _weights(linears: Iterable[Linear]) -> int:

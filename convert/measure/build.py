@@ -13,12 +13,12 @@ from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.texts.calibration import BUNDLED_NAME
 from lowbit.formats.architectures import is_carried, is_tied, kind_of, part_of, tensor_table
-from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.folder_size import folder_bytes
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest
 from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.printable import printable
+from lowbit.formats.row_folders import ROW_FILES
 from lowbit.formats.safetensors.checkpoint import DTYPES, Checkpoint
 from lowbit.formats.weight_bits import weight_bits
 
@@ -109,7 +109,7 @@ def measure_sizes(packed: PackedCheckpoint, source: Checkpoint | None = None) ->
         return Sizes(total, None, bits, *tower)
     ours = sum(
         (folder / name).stat().st_size
-        for name in (MANIFEST_FILE, DRAFT_FILE)
+        for name in (MANIFEST_FILE, *ROW_FILES)
         if (folder / name).exists()
     )
     before = total - ours - _bytes_of(packed.checkpoint) + original

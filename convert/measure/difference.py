@@ -12,12 +12,12 @@ import torch
 from lowbit.convert.original.progress import Progress
 from lowbit.convert.original.weights import Weights, weights_of
 from lowbit.formats.architectures.names import any_expert
-from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.layout.manifest import is_rotated
 from lowbit.formats.layout.packing import PACKED, SCALE, unpack
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import PackedCheckpoint, open_packed
+from lowbit.formats.row_folders import ROW_FILES
 from lowbit.formats.safetensors.hashing import hash_file
 
 BLOCK_WEIGHTS = 1 << 22  # read at a time
@@ -97,7 +97,7 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
         if name in modules:
             change = _compare(packed, weights, modules[name], name)
             changes += [] if change is None else [change]
-        elif name == DRAFT_FILE:
+        elif name in ROW_FILES:
             others += [] if hash_file(a / name) == hash_file(b / name) else [name]
         elif not _same_bytes(weights, name):
             others.append(name)
@@ -119,8 +119,8 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
 def _names(packed: PackedCheckpoint) -> dict[str, None]:
     names = [spec.name for spec in packed.specs]
     names += sorted(info.name for info in packed.carried)
-    has_draft = (packed.checkpoint.folder / DRAFT_FILE).exists()
-    return dict.fromkeys([*names, *([DRAFT_FILE] if has_draft else [])])
+    names += [name for name in ROW_FILES if (packed.checkpoint.folder / name).exists()]
+    return dict.fromkeys(names)
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

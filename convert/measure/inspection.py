@@ -4,7 +4,7 @@ Headers and scales of a folder are read; of a checkpoint on the Hub headers alon
 scales are those that its lowbit.json states.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,9 +12,12 @@ from typing import Any
 
 from lowbit.formats.architectures import kind_of, read_config
 from lowbit.formats.architectures.names import spans
-from lowbit.formats.draft_head import BITS, DRAFT_FILE
+from lowbit.formats.draft_head import BITS as DRAFT_BITS
+from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import FormatError
 from lowbit.formats.folder_size import counted_bytes, folder_bytes
+from lowbit.formats.frequent_rows import BITS as FREQUENT_BITS
+from lowbit.formats.frequent_rows import FREQUENT_FILE
 from lowbit.formats.hub.ids import hub_id
 from lowbit.formats.hub.locate import RemoteHeaders, remote_headers
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, read_manifest
@@ -28,7 +31,8 @@ from lowbit.formats.weight_bits import weight_bits
 
 VISION = "vision tower"
 DRAFT_HEAD = "draft head"
-WHOLE = (VISION, DRAFT_HEAD)  # names that are no path of modules
+FREQUENT_ROWS = "frequent rows of the head"
+WHOLE = (VISION, DRAFT_HEAD, FREQUENT_ROWS)  # names that are no path of modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +208,8 @@ def _inspection(
         size, count = packed.carried_bytes, len(packed.carried)
         dtypes = packed.carried_dtypes
         entries.append(Entry(VISION, (), dtypes, None, None, None, None, size, count))
-    entries += _draft_head(packed.manifest, read_config(config).hidden_size)
+    if packed.manifest is not None:
+        entries += _head_rows(packed.manifest, read_config(config).hidden_size)
     bits = weight_bits(packed.checkpoint, packed.manifest)
     return Inspection(
         source=source,
@@ -219,13 +224,17 @@ def _inspection(
     )
 
 
-def _draft_head(manifest: Manifest | None, hidden: int) -> list[Entry]:
-    if manifest is None or manifest.draft_head is None:
-        return []
-    rows, group = manifest.draft_head.rows, manifest.draft_head.group_size
-    size = sum(file.size_bytes for file in manifest.files if file.name == DRAFT_FILE)
-    stored = str(Scheme(BITS, group))
-    return [Entry(DRAFT_HEAD, (rows, hidden), stored, BITS, group, None, None, size, 3)]
+def _head_rows(manifest: Manifest, hidden: int) -> Iterator[Entry]:
+    """Rows of the head that lie in files of their own."""
+    for name, file_name, bits, made in (
+        (DRAFT_HEAD, DRAFT_FILE, DRAFT_BITS, manifest.draft_head),
+        (FREQUENT_ROWS, FREQUENT_FILE, FREQUENT_BITS, manifest.frequent_rows),
+    ):
+        if made is None:
+            continue
+        size = sum(file.size_bytes for file in manifest.files if file.name == file_name)
+        shape, group = (made.rows, hidden), made.group_size
+        yield Entry(name, shape, str(Scheme(bits, group)), bits, group, None, None, size, 3)
 
 
 def tree(entries: Sequence[Entry]) -> tuple[Node, ...]:

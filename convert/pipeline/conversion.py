@@ -55,7 +55,7 @@ from lowbit.formats.hub.locate import Location
 from lowbit.formats.layout.manifest import (
     MANIFEST_FILE,
     Calibration,
-    DraftVocabulary,
+    CountedRows,
     Manifest,
     OutputFile,
     Source,
@@ -111,7 +111,7 @@ class Job:
     session: Session | None  # the calibration, its text read; None for round-to-nearest
 
     @property
-    def draft_record(self) -> DraftVocabulary | None:
+    def draft_record(self) -> CountedRows | None:
         """The record of the draft head in lowbit.json."""
         return None if self.vocabulary is None else record_of(self.vocabulary, self.plan)
 

@@ -14,7 +14,7 @@ from lowbit.convert.texts.token_counts import Vocabulary, choose_vocabulary
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.head_rows import PackedRows
-from lowbit.formats.layout.manifest import DraftVocabulary
+from lowbit.formats.layout.manifest import CountedRows
 from lowbit.formats.layout.packing import pack
 from lowbit.formats.layout.rtn import quantize
 from lowbit.formats.safetensors.checkpoint import Checkpoint
@@ -42,9 +42,9 @@ def choose_draft_rows(plan: Plan, source: Checkpoint, text: Path | None) -> Voca
     return choose_vocabulary(source.folder, plan.draft_rows, config.vocab_size, ends, text)
 
 
-def record_of(chosen: Vocabulary, plan: Plan) -> DraftVocabulary:
+def record_of(chosen: Vocabulary, plan: Plan) -> CountedRows:
     """Record of the draft head in lowbit.json."""
-    return DraftVocabulary(
+    return CountedRows(
         rows=len(chosen.ids),
         group_size=draft_scheme(plan.config, plan.recipe).group_size,
         text=chosen.text,

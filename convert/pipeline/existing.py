@@ -21,11 +21,11 @@ from lowbit.convert.pipeline.output_dir import place_of
 from lowbit.convert.pipeline.owned import remove_unfinished_reports
 from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.plan.plan import source_rows
-from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, read_manifest
 from lowbit.formats.packed import open_packed
+from lowbit.formats.row_folders import ROW_FILES
 from lowbit.formats.tasks import manifest_sha256
 
 
@@ -142,7 +142,7 @@ def _is_of(manifest: Manifest, job: Job) -> bool:
     unhashed = tuple(replace(row, sha256="") for row in manifest.source_tensors)
     if unhashed != source_rows(plan, defaultdict(str)):
         return False
-    weights = {DRAFT_FILE, *(row.file for row in manifest.tensors)}  # made alike, if records are
+    weights = {*ROW_FILES, *(row.file for row in manifest.tensors)}  # made alike, if records are
     listed = {row.name: row.sha256 for row in manifest.files if row.name not in weights}
     return (
         expected_files(plan, job.source.folder) == listed

@@ -46,12 +46,12 @@ from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.plan.memory import check_windows, training_memory
 from lowbit.convert.quantize.store import PREFIX as CALIBRATED
 from lowbit.convert.texts.calibration import CalibrationText, read_calibration
-from lowbit.formats.draft_head import entries, name_in
 from lowbit.formats.errors import FormatError, RequestError
 from lowbit.formats.file_names import REPORT_FILES
 from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, MtpTraining
 from lowbit.formats.packed import PackedCheckpoint, open_packed
+from lowbit.formats.row_folders import entries, name_in
 from lowbit.formats.safetensors.hashing import hash_file
 from lowbit.formats.safetensors.tensor_info import raw_bytes
 from lowbit.formats.tasks import manifest_sha256

@@ -14,7 +14,6 @@ from lowbit.convert.pipeline.owned import foreign_entries, remove_owned
 from lowbit.convert.pipeline.stream import write_at
 from lowbit.convert.plan.plan import Plan
 from lowbit.convert.quantize.store import PREFIX as CALIBRATED
-from lowbit.formats.draft_head import draft_folders, entries, name_in
 from lowbit.formats.errors import CheckpointError, LowbitError, ResourceError
 from lowbit.formats.file_names import NEVER_PASSED, README, SOURCE_README
 from lowbit.formats.files.reading import open_file, read_text
@@ -22,6 +21,7 @@ from lowbit.formats.hub.locate import OTHER_WEIGHTS
 from lowbit.formats.kept_vocabulary import read_kept_vocabulary
 from lowbit.formats.layout.manifest import MANIFEST_FILE, json_bytes
 from lowbit.formats.machine.system import FREE_SPACE, FULL
+from lowbit.formats.row_folders import entries, name_in, row_folders
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, INDEX_FILE, read_json
 from lowbit.formats.safetensors.hashing import hash_file
 from lowbit.formats.safetensors.shards import index_json
@@ -280,8 +280,8 @@ def remove_stale(folder: Path, keep: Collection[str]) -> None:
     for path in list(entries(folder)):
         if name_in(folder, path) not in keep and not path.name.startswith(CALIBRATED):
             path.unlink()
-    for draft in draft_folders(folder):
-        draft.rmdir()
+    for inner in row_folders(folder):
+        inner.rmdir()
 
 
 @contextmanager
@@ -305,7 +305,7 @@ def put_in_place(out: Path, overwrite: bool) -> None:
         ResourceError: something has come to lie at `out` since the start.
     """
     partial, old = partial_of(out), replaced_of(out)
-    for path in [*entries(partial), *draft_folders(partial)]:
+    for path in [*entries(partial), *row_folders(partial)]:
         if path.name.startswith(CALIBRATED):
             path.unlink()
         else:

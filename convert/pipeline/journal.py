@@ -12,12 +12,12 @@ from typing import Any, BinaryIO
 
 from lowbit.convert.measure.weights import WeightSums
 from lowbit.convert.quantize.store import PREFIX as CALIBRATED
-from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in
 from lowbit.formats.errors import FormatError, ResourceError
 from lowbit.formats.file_names import SOURCE_README
 from lowbit.formats.files.atomic import abandoned
 from lowbit.formats.layout.manifest import MANIFEST_FILE, OutputTensor
 from lowbit.formats.layout.records import record
+from lowbit.formats.row_folders import ROW_FILES, entries, name_in
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, INDEX_FILE
 
 JOURNAL_FILE = ".journal.jsonl"  # hidden: no file of a source is passed through to its place
@@ -25,7 +25,7 @@ JOURNAL_FILE = ".journal.jsonl"  # hidden: no file of a source is passed through
 ALWAYS_OURS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors"
     rf"|{'|'.join(map(re.escape, (INDEX_FILE, CONFIG_FILE, MANIFEST_FILE, SOURCE_README)))}"
-    rf"|{re.escape(DRAFT_FILE)}|{re.escape(JOURNAL_FILE)}|{re.escape(CALIBRATED)}.*"
+    rf"|{'|'.join(map(re.escape, ROW_FILES))}|{re.escape(JOURNAL_FILE)}|{re.escape(CALIBRATED)}.*"
 )
 
 

@@ -6,11 +6,11 @@ from collections.abc import Collection
 from pathlib import Path
 
 from lowbit.convert.pipeline.journal import JOURNAL_FILE
-from lowbit.formats.draft_head import draft_folders, entries, name_in
 from lowbit.formats.errors import FormatError, LowbitError
 from lowbit.formats.file_names import CARDS, REPORT_FILES
 from lowbit.formats.files.reading import read_bytes
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, read_manifest
+from lowbit.formats.row_folders import entries, name_in, row_folders
 from lowbit.formats.safetensors.hashing import hash_file
 from lowbit.formats.tasks import TASKS_FILE
 
@@ -83,7 +83,7 @@ def remove_owned(folder: Path) -> None:
     for path in list(entries(folder)):
         if path.name != MANIFEST_FILE:
             path.unlink()
-    for path in draft_folders(folder):
+    for path in row_folders(folder):
         path.rmdir()
     (folder / MANIFEST_FILE).unlink(missing_ok=True)
     folder.rmdir()

@@ -23,7 +23,7 @@ from lowbit.formats.hub.locate import Location
 from lowbit.formats.layout.manifest import (
     MANIFEST_FILE,
     Calibration,
-    DraftVocabulary,
+    CountedRows,
     Manifest,
     OutputFile,
     OutputTensor,
@@ -157,8 +157,8 @@ def _calibration(request: CalibrationRequest, device: torch.device) -> Calibrati
     return record_of(text, HASH, samples, request.length, request.chat, device)
 
 
-def _draft_head(plan: Plan, text: Path | None, share: float) -> DraftVocabulary:
-    return DraftVocabulary(
+def _draft_head(plan: Plan, text: Path | None, share: float) -> CountedRows:
+    return CountedRows(
         rows=plan.draft_rows,
         group_size=draft_scheme(plan.config, plan.recipe).group_size,
         text=BUNDLED_NAME if text is None else printable(text.name),

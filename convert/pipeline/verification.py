@@ -10,10 +10,11 @@ from lowbit.convert.original.progress import Meter, Progress
 from lowbit.convert.pipeline.derivation import check_derived
 from lowbit.convert.pipeline.origin import check_origin, open_origin
 from lowbit.convert.quantize.session import CalibrationRequest
-from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in, open_draft_head
+from lowbit.formats.draft_head import open_draft_head
 from lowbit.formats.errors import FormatError, RequestError
 from lowbit.formats.files.reading import check_regular
 from lowbit.formats.folder_size import folder_bytes
+from lowbit.formats.frequent_rows import open_frequent_rows
 from lowbit.formats.hub.locate import locate
 from lowbit.formats.layout.manifest import (
     MANIFEST_FILE,
@@ -24,6 +25,7 @@ from lowbit.formats.layout.manifest import (
 from lowbit.formats.layout.packing import SCALE, SHAPE
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.packed import PackedCheckpoint, open_packed
+from lowbit.formats.row_folders import ROW_FILES, entries, name_in
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, INDEX_FILE, TensorInfo
 from lowbit.formats.safetensors.hashing import hash_file, hash_shard
 
@@ -118,7 +120,9 @@ def check_recorded(packed: PackedCheckpoint, manifest: Manifest, progress: Progr
         )
     _check_layout(packed, manifest)
     _check_shapes(packed)
-    open_draft_head(packed.checkpoint.folder, packed.checkpoint.config)
+    checkpoint = packed.checkpoint
+    open_draft_head(checkpoint.folder, checkpoint.config)
+    open_frequent_rows(checkpoint.folder, checkpoint.config, manifest)
     _check_files(packed, manifest, progress)
     _check_scales(packed, manifest)
 
@@ -168,7 +172,7 @@ def _check_files(packed: PackedCheckpoint, manifest: Manifest, progress: Progres
     for info in tensors.values():
         by_file.setdefault(info.file, []).append(info)
     listed = {file.name for file in manifest.files}
-    for name in (*by_file, CONFIG_FILE, INDEX_FILE, DRAFT_FILE):
+    for name in (*by_file, CONFIG_FILE, INDEX_FILE, *ROW_FILES):
         if name not in listed and (folder / name).exists():
             raise FormatError(f"`{name}` is not listed in {MANIFEST_FILE}: no hash covers it")
     expected = {tensor.name: tensor.sha256 for tensor in manifest.tensors}

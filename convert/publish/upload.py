@@ -15,12 +15,12 @@ from lowbit.convert.pipeline.owned import is_untouched_draft
 from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.files import source_card
-from lowbit.formats.draft_head import entries, name_in
 from lowbit.formats.errors import FormatError, PublishError
 from lowbit.formats.file_names import DRAFT, HTML_FILE, QUALITY_FILE, README
 from lowbit.formats.files.reading import MAX_TEXT_BYTES, check_regular, open_file, read_bytes
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest
 from lowbit.formats.packed import PackedCheckpoint
+from lowbit.formats.row_folders import entries, name_in
 from lowbit.formats.safetensors.hashing import CHUNK_BYTES, hash_file
 from lowbit.formats.tasks import TASKS_FILE, TaskReport, read_tasks
 from lowbit.formats.text.tokenizer import TOKENIZER_FILE

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from lowbit.formats.architectures.table import Role
 from lowbit.formats.draft_head import DRAFT_FILE
+from lowbit.formats.frequent_rows import FREQUENT_FILE
 from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.safetensors.checkpoint import DTYPES
 
@@ -26,7 +27,10 @@ PARTS: dict[Role, str] = {
     "drafter": "drafter's head",
 }
 CARRIED = "vision tower"
-DRAFT_HEAD = "draft head"
+HEAD_ROWS = {
+    DRAFT_FILE: ("draft head", "INT4"),
+    FREQUENT_FILE: ("frequent rows of the head", "INT8"),
+}
 FILES = "config, tokenizer, other files"
 SMALL = 0.005  # share of the folder below which parts are joined in one row
 
@@ -63,9 +67,9 @@ def where_bytes_went(packed: PackedCheckpoint, folder_bytes: int) -> list[SizeSh
         for info in packed.carried
     ]
     found += [
-        SizeShare(DRAFT_HEAD, "INT4", None, file.size_bytes)
+        SizeShare(*HEAD_ROWS[file.name], None, file.size_bytes)
         for file in (() if packed.manifest is None else packed.manifest.files)
-        if file.name == DRAFT_FILE
+        if file.name in HEAD_ROWS
     ]
     rest = folder_bytes - sum(row.after for row in found)
     if rest > 0:

@@ -17,6 +17,7 @@ from lowbit.formats.layout.records import parse_object, record
 
 MANIFEST_FILE = "lowbit.json"
 FORMAT_VERSION = 1
+FREQUENT = "frequent_rows"  # key of the record that few folders have
 
 Fate = Literal["quantized", "copied", "rotated", "dropped"]
 
@@ -85,10 +86,10 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftVocabulary:
-    """Choice of the rows of a draft head."""
+class CountedRows:
+    """Choice of some of a head's rows: a draft head, or frequent rows."""
 
-    rows: int  # of the draft head
+    rows: int  # how many
     group_size: int | None  # weights that share a scale; None for a whole row
     # name of the text that tokens were counted on; None where they were taken by id alone
     text: str | None
@@ -115,6 +116,7 @@ class MtpTraining:
 class Manifest:
     """Content of lowbit.json; calibration is None for round-to-nearest, draft_head without one.
 
+    A key of frequent rows is written where there are some, so that other folders keep their bytes.
     With mtp_training, tensors of the head for multi-token prediction are not those of the source.
     """
 
@@ -125,12 +127,15 @@ class Manifest:
     tensors: tuple[OutputTensor, ...]
     files: tuple[OutputFile, ...]
     calibration: Calibration | None = None
-    draft_head: DraftVocabulary | None = None
+    draft_head: CountedRows | None = None
     mtp_training: MtpTraining | None = None
+    frequent_rows: CountedRows | None = None
 
     def to_bytes(self) -> bytes:
         """The file's content."""
         content = {"format_version": FORMAT_VERSION, **asdict(self)}
+        if self.frequent_rows is None:
+            del content[FREQUENT]
         return (json.dumps(content, indent=1) + "\n").encode()
 
 
@@ -165,7 +170,7 @@ def read_hashed_manifest(folder: Path) -> tuple[Manifest | None, str | None]:
         return None, None
     hint = "use the release of lowbit that wrote it, or convert again"
     content = parse_object(raw, path, "format_version", FORMAT_VERSION, hint)
-    manifest = record(Manifest, content, str(path))
+    manifest = record(Manifest, {FREQUENT: None, **content}, str(path))
     for name in (*(file.name for file in manifest.files), *(row.file for row in manifest.tensors)):
         relative = PurePosixPath(name)
         if relative.is_absolute() or not relative.parts or ".." in relative.parts:

@@ -15,8 +15,6 @@ from torch import Tensor
 from lowbit.formats.draft_head import (
     DRAFT_FILE,
     draft_head_bytes,
-    entries,
-    name_in,
     open_draft_head,
 )
 from lowbit.formats.errors import FormatError
@@ -186,15 +184,6 @@ def test_a_head_in_the_cache_of_the_hub(tmp_path: Path) -> None:
     (blobs / ("0" * 64)).write_bytes(draft_head_bytes(made()[0]))
     (folder / DRAFT_FILE).symlink_to(Path("../../../blobs") / ("0" * 64))
     assert open_draft_head(folder, CONFIG) is not None
-
-
-def test_entries(tmp_path: Path) -> None:
-    write(tmp_path, b"")
-    (tmp_path / "config.json").touch()
-    (tmp_path / "other").mkdir()
-    assert {name_in(tmp_path, path) for path in entries(tmp_path)} == {
-        *("config.json", "other", DRAFT_FILE)
-    }
 
 
 def test_rows_of_another_order_are_another_file() -> None:

@@ -16,7 +16,7 @@ from lowbit.formats.layout.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     Calibration,
-    DraftVocabulary,
+    CountedRows,
     Manifest,
     OutputFile,
     OutputTensor,
@@ -137,7 +137,7 @@ def test_version_comes_before_everything_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "made", "part"),
     [
-        ("draft_head", DraftVocabulary(1000, 128, "a.txt", HASH, 5000, 0.97, 0.95), "tokens"),
+        ("draft_head", CountedRows(1000, 128, "a.txt", HASH, 5000, 0.97, 0.95), "tokens"),
         (
             "calibration",
             Calibration("stories.txt", HASH, 256, 512, False, "cpu", 2, "2.13.0", "5.23.0"),
@@ -155,6 +155,17 @@ def test_records_that_a_file_may_have(tmp_path: Path, name: str, made: Any, part
     without = content()
     del without[name]
     refused(tmp_path, without, f"missing keys ['{name}']")
+
+
+def test_frequent_rows_have_a_key_where_there_are_some(tmp_path: Path) -> None:
+    assert "frequent_rows" not in content()
+    made = CountedRows(4096, 128, "a.txt", HASH, 5000, 0.97, 0.95)
+    with_rows = replace(manifest(), frequent_rows=made)
+    (tmp_path / MANIFEST_FILE).write_bytes(with_rows.to_bytes())
+    assert read_manifest(tmp_path) == with_rows
+    changed = json.loads(with_rows.to_bytes())
+    del changed["frequent_rows"]["rows"]
+    refused(tmp_path, changed, "frequent_rows", "rows")
 
 
 PARTS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [

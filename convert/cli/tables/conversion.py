@@ -25,7 +25,7 @@ from lowbit.convert.report.verdict import judge, stated_verdict
 from lowbit.convert.report.warnings import rounded_head
 from lowbit.convert.texts.own_text import OwnText
 from lowbit.formats.architectures import is_drafter
-from lowbit.formats.layout.manifest import DraftVocabulary
+from lowbit.formats.layout.manifest import CountedRows
 from lowbit.formats.printable import printable
 from lowbit.formats.shell.output import note
 from lowbit.formats.shell.tables import plain_table, results
@@ -87,7 +87,7 @@ def next_commands(done: Conversion, found: Reported) -> list[list[str]]:
     return commands
 
 
-def _draft_head(made: DraftVocabulary) -> Text:
+def _draft_head(made: CountedRows) -> Text:
     if made.text is None:
         return Text(f"draft head: {made.rows:,} tokens by id, without a tokenizer to count them")
     return Text(

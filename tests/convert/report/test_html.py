@@ -29,7 +29,7 @@ from lowbit.convert.report.verdict import judge
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.manifest import (
     Calibration,
-    DraftVocabulary,
+    CountedRows,
     Manifest,
     MtpTraining,
     Source,
@@ -269,7 +269,7 @@ def test_heads_for_drafts(extras: dict[str, Any]) -> None:
         assert name not in making(Page(render_html(make_report(found), manifest, "m")))
     made = replace(
         MANIFEST,
-        draft_head=DraftVocabulary(1000, 128, "own.txt", "5a" * 32, 90_000, 0.981, 0.962),
+        draft_head=CountedRows(1000, 128, "own.txt", "5a" * 32, 90_000, 0.981, 0.962),
         mtp_training=MtpTraining("stories.txt", "6b" * 32, 600, "cpu", 2.69, 3.12),
     )
     page = Page(render_html(make_report(**extras), made, "m", SHARES))
