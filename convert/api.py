@@ -267,7 +267,9 @@ def _with_effort(source: Checkpoint, request: Request, made: EffortPlan) -> Requ
     if made.way.costs is None:
         return replace(request, recipe=recipe)
     check_can_run(source.folder, source.config)
-    uniform = make_plan(source.config, source.tensors, recipe, request.max_shard_bytes)
+    # Frequent rows take the place of the bytes that an INT8 head has over theirs.
+    plain = replace(recipe, frequent_rows=0)
+    uniform = make_plan(source.config, source.tensors, plain, request.max_shard_bytes)
     return replace(request, recipe=recipe, target=target_like(uniform, made.way))
 
 

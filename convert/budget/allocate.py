@@ -14,6 +14,7 @@ from lowbit.convert.plan.sets import FusedSet, fused_sets, patterns_for
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError, QuantizationError
+from lowbit.formats.frequent_rows import BITS as FREQUENT_BITS
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import TensorInfo
 
@@ -88,8 +89,8 @@ def allocate(
     Args:
         rows: the cost of each scheme of each set.
         plan_with: makes the plan of a recipe, as `make_plan` does.
-        beside: bytes that the folder of a plan has at most beside its weight files, for a target
-            of its size; those of a draft head alone when None.
+        beside: bytes that the folder of a plan has at most beside its weight files and frequent
+            rows, for a target of its size; those of a draft head alone when None.
         keeps_stored: let sets stay as stored. A head that stays the embedding takes no bytes of the
             file, but those of BF16 in every step.
 
@@ -148,6 +149,8 @@ def _candidates(
             losses = {} if stays or not keeps_stored else {None: 0.0}
             given = measured[fused.name]
             losses |= {row.scheme: row.kl for row in given if math.isfinite(row.kl)}
+            if members[0].role == "head" and recipe.frequent_rows:  # beside a head of fewer bits
+                losses = {s: kl for s, kl in losses.items() if s and s.bits < FREQUENT_BITS}
         candidates[fused.name] = [
             _Candidate(scheme, Option(fused.file_bytes(scheme), kl))
             for scheme, kl in losses.items()
@@ -181,7 +184,7 @@ def _under_bytes(
     }
     least = plan_of(smallest)
     # Bytes of all other tensors and files.
-    rest = least.output_bytes + beside(least) - sum(one.option.size for one in smallest.values())
+    rest = least.weight_bytes + beside(least) - sum(one.option.size for one in smallest.values())
     limit = target.limit(least.written_parameters)
     options = [[one.option for one in given] for given in candidates.values()]
     room = limit - rest
@@ -191,13 +194,13 @@ def _under_bytes(
         if not any(one.scheme for one in picks.values()):
             break
         plan = plan_of(picks)
-        excess = plan.output_bytes + beside(plan) - limit
+        excess = plan.weight_bytes + beside(plan) - limit
         if excess <= 0:
             return plan, picks
         # Records longer than the smallest choice's: the next best with as much less.
         room = sum(one.option.size for one in picks.values()) - excess
     raise QuantizationError(
-        target.refusal(least.output_bytes + beside(least), rest + stored, least.written_parameters),
+        target.refusal(least.weight_bytes + beside(least), rest + stored, least.written_parameters),
         hint="give a target between the two"
         + ("" if target.size_bytes is None else "; units can be named, as in 5GB"),
     )

@@ -73,7 +73,7 @@ def meet_target(
     weights, config, tensors = dense_weights(source), source.config, source.tensors
 
     def beside(plan: Plan) -> int:
-        return sum(sizes(plan)) - plan.output_bytes
+        return sum(sizes(plan)) - plan.weight_bytes
 
     def allocated(rows: Sequence[Row]) -> Allocation:
         given = [row for row in rows if row.bits in request.bits]

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +28,8 @@ from lowbit.formats.shell.options import (
 if TYPE_CHECKING:
     from lowbit.convert.measure.gate import Condition, Outcome
     from lowbit.convert.plan.recipe import Override, Recipe
-    from lowbit.convert.publish.upload import Statement
     from lowbit.convert.quantize.session import CalibrationRequest
     from lowbit.convert.texts.evaluation import Text
-
-LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)  # as the Hub's identifiers are
 
 
 def gathered(
@@ -226,6 +222,17 @@ recipe_options = (
         help="Bits of the output head.",
     ),
     click.option(
+        "--frequent-rows",
+        type=Count(0),
+        metavar="N",
+        default=0,
+        show_default=True,
+        help="Also pack, to INT8 in frequent/, the rows of the head for the N tokens that the "
+        "bundled calibration text uses most; the head then has 4 bits unless --lm-head or --bits "
+        "gives others. lowbit-run alone reads them: other engines and exports have the head by "
+        "itself.",
+    ),
+    click.option(
         "--embedding",
         type=click.Choice(["int8", "bf16"]),
         default="bf16",
@@ -303,6 +310,7 @@ def make_recipe(
     embedding: str,
     mtp: str | None,
     draft_vocabulary: int | None,
+    frequent_rows: int,
     positive_scales: bool,
     drop_vision: bool,
 ) -> "Recipe":
@@ -319,6 +327,7 @@ def make_recipe(
         overrides=overrides,
         drop_vision=drop_vision,
         draft_vocabulary=draft_vocabulary,
+        frequent_rows=frequent_rows,
         method=None if not method or method == AUTO else Method.parse(method),
         positive_scales=positive_scales,
     )
@@ -404,12 +413,6 @@ report_activations = click.option(
     help="int8: also compare with inputs of the packed linears, but for the head's, in eight bits, "
     "as `lowbit-run --activations int8` takes them; half as much work again.",
 )
-private = click.option(
-    "--private/--public",
-    default=None,
-    show_default="as the account is set",
-    help="Who sees a new repository.",
-)
 source = click.argument("source", metavar="SRC", callback=model_name, shell_complete=folders)
 folder = click.argument(
     "folder", metavar="DIR", type=click.Path(path_type=Path), shell_complete=folders
@@ -420,53 +423,6 @@ out = click.argument(
     type=click.Path(path_type=Path),
     callback=new_folder,
     shell_complete=folders,
-)
-
-
-def parse_hub_id(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
-    """A repository on the Hub, `owner/name`."""
-    if text is None or ctx.resilient_parsing:
-        return text
-    from lowbit.formats.hub.ids import HUB_ID
-
-    named = model_name(ctx, param, text)
-    if named is None or not HUB_ID.fullmatch(named):
-        raise click.BadParameter(f"{text!r} is not of the form OWNER/NAME.")
-    return named
-
-
-def parse_license(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
-    """An identifier of a license, `apache-2.0`."""
-    if text is not None and not LICENSE.fullmatch(text):
-        raise click.BadParameter(f"{text!r} is not an identifier like apache-2.0 or mit.")
-    return text
-
-
-def make_statement(base_model: str | None, license: str | None) -> "Statement":
-    """Statement made by the options."""
-    from lowbit.convert.publish.upload import Statement
-
-    return Statement(base_model, license)
-
-
-# They state in the card what neither lowbit.json nor the original's card says.
-statement = gathered(
-    "stated",
-    make_statement,
-    click.option(
-        "--base-model",
-        callback=parse_hub_id,
-        metavar="OWNER/NAME",
-        show_default="where it was fetched from",
-        help="The original on the Hub, for the card.",
-    ),
-    click.option(
-        "--license",
-        callback=parse_license,
-        metavar="ID",
-        show_default="its card's, else unknown",
-        help="License of the original, for the card, such as apache-2.0.",
-    ),
 )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowbit.convert.cli import options
+from lowbit.convert.cli import options, publishing_options
 from lowbit.formats.errors import PublishError
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import json_option, model_name
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 )
 @options.folder
 @click.argument("repo", metavar="REPO", callback=model_name)
-@options.private
+@publishing_options.private
 @click.option("--revision", metavar="BRANCH", help="Where to; created where it is missing.")
-@options.statement
+@publishing_options.statement
 @click.option(
     "--allow-local-paths",
     is_flag=True,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from lowbit.convert.cli import options
+from lowbit.convert.cli import options, publishing_options
 from lowbit.convert.cli.effort_option import effort_option
 from lowbit.convert.cli.sections import SECTIONS
 from lowbit.convert.cli.target_options import target_options
@@ -93,8 +93,8 @@ def make_publication(
         metavar="REPO",
         help="Publish OUT as OWNER/NAME afterwards.",
     ),
-    options.private,
-    options.statement,
+    publishing_options.private,
+    publishing_options.statement,
 )
 @json_option
 @reported

@@ -6,7 +6,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("effort", "target_size", "target_bpw", "target_bits", "sensitivities", "method"),
         "positive_scales",
     ),
-    "Bits": ("base", "overrides", "group_size", "head", "embedding"),
+    "Bits": ("base", "overrides", "group_size", "head", "frequent_rows", "embedding"),
     "Calibration": ("calib", "calib_samples", "calib_length", "calib_chat"),
     "Drafts": ("mtp", "draft_vocabulary", "draft_text"),
     "What is left out": ("drop_vision", "keep_vocabulary", "vocabulary_text", "languages"),

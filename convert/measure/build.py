@@ -22,11 +22,12 @@ from lowbit.formats.row_folders import ROW_FILES
 from lowbit.formats.safetensors.checkpoint import DTYPES, Checkpoint
 from lowbit.formats.weight_bits import weight_bits
 
-# Keys of a recipe that the options of a command give; `embedding` is there if it is packed.
+# Keys of a recipe that the options of a command give; the others are there where they are used.
 RECIPE_KEYS = {
     *("recipe", "method", "scales", "group_size", "lm_head", "mtp", "overrides", "drop_vision"),
     "draft_vocabulary",
 }
+SELDOM_KEYS = {"embedding", "frequent_rows"}
 
 
 def build_report(
@@ -152,7 +153,7 @@ def command_of(manifest: Manifest, name: str) -> str | None:
         None where the recipe was not written by this command's options.
     """
     recipe, source = manifest.recipe, manifest.source
-    if recipe.keys() - {"embedding"} != RECIPE_KEYS or not isinstance(recipe["overrides"], list):
+    if recipe.keys() - SELDOM_KEYS != RECIPE_KEYS or not isinstance(recipe["overrides"], list):
         return None
     words = ["lowbit-convert", source.repo or "SRC", name]
     if source.commit is not None:
@@ -172,6 +173,7 @@ def command_of(manifest: Manifest, name: str) -> str | None:
         words += [] if recipe.get(key) is None else [f"--{key.replace('_', '-')}", recipe[key]]
     for override in recipe["overrides"]:
         words += ["--bits", override]
+    words += ["--frequent-rows", recipe["frequent_rows"]] if "frequent_rows" in recipe else []
     words += ["--positive-scales"] if recipe["scales"] == "positive" else []
     words += ["--drop-vision"] if recipe["drop_vision"] else []
     if recipe["draft_vocabulary"] is not None:

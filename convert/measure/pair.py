@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowbit.convert.original.rotation import rotation_roles
-from lowbit.convert.original.weights import Weights, open_weights, weights_of
+from lowbit.convert.original.weights import Weights, open_weights, weights_of, with_frequent_rows
 from lowbit.formats.architectures import architecture_of
 from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.layout.manifest import Manifest, is_rotated, read_manifest
@@ -29,7 +29,8 @@ def pair_of(source: Checkpoint, packed: PackedCheckpoint) -> Pair:
     Raises:
         CheckpointError, FormatError: weights that cannot be read.
     """
-    return _pair(weights_of(source), weights_of(packed.checkpoint), packed.manifest)
+    own = with_frequent_rows(weights_of(packed.checkpoint), packed.manifest)
+    return _pair(weights_of(source), own, packed.manifest)
 
 
 def open_pair(source: Path, packed: Path) -> Pair:

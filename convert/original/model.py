@@ -9,7 +9,7 @@ from torch import Tensor
 from lowbit.convert.original.experts import separate_experts
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.runnable import require_language_model
-from lowbit.convert.original.weights import Weights
+from lowbit.convert.original.weights import HEAD, Weights
 from lowbit.formats.errors import CheckpointError, UnsupportedModelError
 
 
@@ -61,7 +61,7 @@ def load_layered_model(
         norm=norm,
         prefix=prefix,
         embedding=embedding,
-        head=embedding if tied else "lm_head.weight",
+        head=embedding if tied else HEAD,
         vocabulary=int(decoder.config.vocab_size),
         hidden_size=weights.shape(embedding)[1],
         images=images,

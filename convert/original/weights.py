@@ -11,6 +11,9 @@ from lowbit.convert.original.rotation import Rotation, rotation_roles
 from lowbit.convert.original.runnable import require_language_model
 from lowbit.formats.errors import CheckpointError, FormatError, QuantizationError
 from lowbit.formats.foreign.reader import open_native
+from lowbit.formats.frequent_rows import open_frequent_rows
+from lowbit.formats.head_rows import PackedRows
+from lowbit.formats.layout.manifest import Manifest, read_manifest
 from lowbit.formats.layout.packing import (
     GROUP_INDEX,
     PACKED,
@@ -32,6 +35,7 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import FLOATS
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 
+HEAD = "lm_head.weight"
 PACKED_ROWS = 4096  # of an embedding, unpacked at a time
 
 
@@ -42,6 +46,7 @@ class Weights:
     checkpoint: Checkpoint  # headers of the folder
     quantization: QuantizationConfig | None  # how its linears are packed; None where none is
     rotation: Rotation | None = None  # of its residual stream; None to read the weights as they are
+    frequent: PackedRows | None = None  # rows that `rows` gives in place of the packed head's own
     # Of packed weights: each is a tensor of its own, read when it is first asked for.
     _shapes: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -128,6 +133,8 @@ class Weights:
                 yield start, block.to(device).to(torch.float32)
             return
         for start, block, _ in self.packed_rows(name.removesuffix(".weight"), count, device):
+            if name == HEAD and self.frequent is not None:
+                _replace_rows(block, start, self.frequent)
             yield start, block
 
     def some_rows(self, name: str, numbers: Tensor, device: torch.device) -> Tensor:
@@ -220,12 +227,35 @@ class Weights:
 
 
 def open_weights(folder: Path) -> Weights:
-    """Read the headers of a folder, packed or not.
+    """Read the headers of a folder, packed or not, and frequent rows of its head.
 
     Raises:
-        CheckpointError, FormatError: not a checkpoint, or quantized by another method.
+        CheckpointError, FormatError: not a checkpoint, or quantized by another method; or damaged
+            rows.
     """
-    return weights_of(open_native(folder))
+    return with_frequent_rows(weights_of(open_native(folder)), read_manifest(folder))
+
+
+def with_frequent_rows(weights: Weights, manifest: Manifest | None) -> Weights:
+    """The weights of a folder with the frequent rows of its head, if it has some.
+
+    Args:
+        manifest: lowbit.json of the folder.
+
+    Raises:
+        FormatError: see `open_frequent_rows`.
+    """
+    checkpoint = weights.checkpoint
+    rows = open_frequent_rows(checkpoint.folder, checkpoint.config, manifest)
+    return replace(weights, frequent=rows)
+
+
+def _replace_rows(block: Tensor, first: int, rows: PackedRows) -> None:
+    """Put rows in the places of their tokens in a block [count, K] of the head from `first` on."""
+    here = (rows.ids >= first) & (rows.ids < first + len(block))
+    codes = unpack(rows.packed[here].to(block.device), rows.scheme.bits, block.shape[1])
+    tokens = rows.ids[here].to(block.device).long() - first
+    block[tokens] = dequantize(codes, rows.scale[here].to(block.device))
 
 
 def weights_of(checkpoint: Checkpoint) -> Weights:

@@ -22,11 +22,6 @@ from lowbit.convert.pipeline.beside import (
     hides_writing,
     writing_memory,
 )
-from lowbit.convert.pipeline.draft_head import (
-    choose_draft_rows,
-    make_draft_head,
-    record_of,
-)
 from lowbit.convert.pipeline.folder import (
     check_apart,
     check_output,
@@ -39,17 +34,20 @@ from lowbit.convert.pipeline.folder import (
     sync,
     working_folder,
 )
+from lowbit.convert.pipeline.head_rows import make_draft_head, make_frequent_rows, record_of
 from lowbit.convert.pipeline.journal import CompletedStep, Journal
 from lowbit.convert.pipeline.output_dir import place_of
+from lowbit.convert.pipeline.row_choice import choose_draft_rows, choose_frequent_rows
 from lowbit.convert.pipeline.stream import Blocks, stream
 from lowbit.convert.plan.memory import block_elements
-from lowbit.convert.plan.plan import Plan, TensorPlan, source_rows
+from lowbit.convert.plan.plan import Plan, TensorPlan, draft_scheme, frequent_scheme, source_rows
 from lowbit.convert.quantize.session import CalibrationRequest, Session
 from lowbit.convert.quantize.store import Calibrated, LayerError
 from lowbit.convert.texts.token_counts import Vocabulary
 from lowbit.formats.draft_head import DRAFT_FILE, draft_head_bytes
 from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.formats.files.atomic import disk_errors
+from lowbit.formats.frequent_rows import FREQUENT_FILE, frequent_rows_bytes
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.hub.locate import Location
 from lowbit.formats.layout.manifest import (
@@ -63,6 +61,7 @@ from lowbit.formats.layout.manifest import (
     weights_digest,
 )
 from lowbit.formats.machine.cores import core_count
+from lowbit.formats.row_folders import ROW_FILES
 from lowbit.formats.safetensors.checkpoint import (
     CONFIG_FILE,
     DTYPE_NAMES,
@@ -108,12 +107,22 @@ class Job:
     rotated_bytes: int  # of RAM, that matrices with mixed rows take beside the blocks
     small_files: Sequence[str]  # names of the files that are passed through
     vocabulary: Vocabulary | None  # tokens of the draft head; None without one
+    frequent: Vocabulary | None  # tokens of the frequent rows; None without some
     session: Session | None  # the calibration, its text read; None for round-to-nearest
 
     @property
     def draft_record(self) -> CountedRows | None:
         """The record of the draft head in lowbit.json."""
-        return None if self.vocabulary is None else record_of(self.vocabulary, self.plan)
+        if self.vocabulary is None:
+            return None
+        return record_of(self.vocabulary, draft_scheme(self.plan.config, self.plan.recipe))
+
+    @property
+    def frequent_record(self) -> CountedRows | None:
+        """The record of the frequent rows in lowbit.json."""
+        if self.frequent is None:
+            return None
+        return record_of(self.frequent, frequent_scheme(self.plan.config, self.plan.recipe))
 
     @property
     def calibration_record(self) -> Calibration | None:
@@ -143,13 +152,13 @@ def prepare(
     small_files = check_small_files(source.folder)
     rotated_bytes = rotation_bytes(plan.rotated, source.tensors, device.type)
     elements = block_elements(max_ram, core_count(), device, rotated_bytes)
-    vocabulary = choose_draft_rows(plan, source, draft_text)
+    rows = choose_draft_rows(plan, source, draft_text), choose_frequent_rows(plan, source)
     session = None
     if plan.method.calibrated:
         check_can_run(source.folder, source.config)
         session = Session(plan, source, calibration.read(source.folder, device), device)
     blocks = elements, rotated_bytes
-    return Job(location, source, plan, device, *blocks, small_files, vocabulary, session)
+    return Job(location, source, plan, device, *blocks, small_files, *rows, session)
 
 
 @disk_errors(AGAIN)
@@ -208,10 +217,7 @@ def carry_out(
         todo = [number for number in range(len(plan.steps)) if number not in over]
         write(todo, Blocks(job.block_elements, target), calibrated)
         finished = sorted(journal.finished, key=lambda row: row.step)
-        if job.vocabulary is not None:
-            head = make_draft_head(plan, checkpoint, job.vocabulary.ids, target)
-            (partial / DRAFT_FILE).parent.mkdir(exist_ok=True)
-            (partial / DRAFT_FILE).write_bytes(draft_head_bytes(head))
+        _write_head_rows(job, partial)
         manifest = _finish(job, partial, finished, on_progress)
         (partial / MANIFEST_FILE).write_bytes(manifest.to_bytes())
         put_in_place(output_dir, overwrite)
@@ -226,6 +232,21 @@ def carry_out(
         resumed=len(kept),
         seconds=time.monotonic() - started,
     )
+
+
+def _write_head_rows(job: Job, folder: Path) -> None:
+    """Write the rows of the head that have files of their own."""
+    made: dict[str, bytes] = {}
+    source = job.plan, job.source
+    if job.vocabulary is not None:
+        head = make_draft_head(*source, job.vocabulary.ids, job.device)
+        made[DRAFT_FILE] = draft_head_bytes(head)
+    if job.frequent is not None:
+        rows = make_frequent_rows(*source, job.frequent.ids, job.device)
+        made[FREQUENT_FILE] = frequent_rows_bytes(rows)
+    for name, content in made.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 def _writing(
@@ -324,7 +345,8 @@ def _finish(
     for name, content in generated.items():
         (folder / name).write_bytes(content)
     hashes = _hash_shards(plan, folder, finished, on_progress)
-    others = [*small.values(), *generated, *([DRAFT_FILE] if plan.draft_rows else [])]
+    rows = [name for name in ROW_FILES if (folder / name).exists()]
+    others = [*small.values(), *generated, *rows]
     hashes |= {name: hash_file(folder / name) for name in others}
     source_tensors = _source_tensors(plan, source, finished)
     return Manifest(
@@ -344,6 +366,7 @@ def _finish(
         ),
         calibration=job.calibration_record,
         draft_head=job.draft_record,
+        frequent_rows=job.frequent_record,
     )
 
 

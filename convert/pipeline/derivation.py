@@ -9,8 +9,8 @@ import torch
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.progress import Meter, Progress
 from lowbit.convert.original.rotation import rotation_bytes
-from lowbit.convert.pipeline.draft_head import make_draft_head
 from lowbit.convert.pipeline.folder import expected_files
+from lowbit.convert.pipeline.head_rows import make_draft_head, make_frequent_rows
 from lowbit.convert.pipeline.journal import CompletedStep
 from lowbit.convert.pipeline.stream import Blocks, stream
 from lowbit.convert.plan.memory import block_elements
@@ -23,6 +23,7 @@ from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.draft_head import DRAFT_FILE, draft_head_bytes, open_draft_head
 from lowbit.formats.errors import FormatError
 from lowbit.formats.file_names import SOURCE_README
+from lowbit.formats.frequent_rows import FREQUENT_FILE, frequent_rows_bytes, open_frequent_rows
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Calibration, Manifest
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.safetensors.checkpoint import INDEX_FILE, Checkpoint
@@ -50,7 +51,7 @@ def check_derived(
     plan = make_plan(source.config, source.tensors, Recipe.from_json(manifest.recipe))
     _check_files(manifest, plan, source.folder)
     target = open_device(device)
-    _check_draft_head(folder, manifest, plan, source, target)
+    _check_head_rows(folder, manifest, plan, source, target)
     expected = {tensor.name: tensor.sha256 for tensor in manifest.tensors}
     trained = manifest.mtp_training is not None
     total = sum(step.source.nbytes for step in plan.steps)
@@ -93,21 +94,31 @@ def _check_files(manifest: Manifest, plan: Plan, source: Path) -> None:
             raise FormatError(f"`{file.name}` does not follow from the source")
 
 
-def _check_draft_head(
+def _check_head_rows(
     folder: Path, manifest: Manifest, plan: Plan, source: Checkpoint, device: torch.device
 ) -> None:
-    head = open_draft_head(folder, plan.config)
-    if (0 if head is None else len(head.ids)) != plan.draft_rows:
-        raise FormatError(
-            f"`{DRAFT_FILE}` has {0 if head is None else len(head.ids)} rows, by the recipe in "
-            f"{MANIFEST_FILE} {plan.draft_rows}"
-        )
-    if head is None:
-        return
-    made = draft_head_bytes(make_draft_head(plan, source, head.ids, device))
-    expected = next(file.sha256 for file in manifest.files if file.name == DRAFT_FILE)
-    if hashlib.sha256(made).hexdigest() != expected:
-        raise FormatError(f"`{DRAFT_FILE}` does not follow from the source")
+    draft = open_draft_head(folder, plan.config)
+    frequent = open_frequent_rows(folder, plan.config, manifest)
+    hashes = {file.name: file.sha256 for file in manifest.files}
+    for name, rows, expected in (
+        (DRAFT_FILE, draft, plan.draft_rows),
+        (FREQUENT_FILE, frequent, plan.frequent_rows),
+    ):
+        count = 0 if rows is None else len(rows.ids)
+        if count != expected:
+            raise FormatError(
+                f"`{name}` has {count} rows, by the recipe in {MANIFEST_FILE} {expected}"
+            )
+    made: dict[str, bytes] = {}
+    if draft is not None:
+        head = make_draft_head(plan, source, draft.ids, device)
+        made[DRAFT_FILE] = draft_head_bytes(head)
+    if frequent is not None:
+        rows = make_frequent_rows(plan, source, frequent.ids, device)
+        made[FREQUENT_FILE] = frequent_rows_bytes(rows)
+    for name, content in made.items():
+        if hashlib.sha256(content).hexdigest() != hashes[name]:
+            raise FormatError(f"`{name}` does not follow from the source")
 
 
 def _elsewhere(made: Calibration | None, request: CalibrationRequest) -> str | None:

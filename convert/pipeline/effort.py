@@ -93,7 +93,7 @@ def gather_facts(
 
 def target_like(uniform: Plan, way: Way) -> TargetRequest:
     """The target of a way that chooses bits: the bytes of the weight files of a plan."""
-    bits = Fraction(8 * uniform.output_bytes, uniform.written_parameters)
+    bits = Fraction(8 * uniform.weight_bytes, uniform.written_parameters)
     return TargetRequest(
         Target(bits_per_weight=bits),
         keeps_stored=False,

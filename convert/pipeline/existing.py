@@ -147,5 +147,6 @@ def _is_of(manifest: Manifest, job: Job) -> bool:
     return (
         expected_files(plan, job.source.folder) == listed
         and job.draft_record == manifest.draft_head
+        and job.frequent_record == manifest.frequent_rows
         and job.calibration_record == manifest.calibration
     )

@@ -1,8 +1,9 @@
 """Size of the folder of a planned conversion, as `formats.folder_size` will count it.
 
 All files but one are known to the byte: the weights with their headers, config.json, the index, the
-draft head, and what is passed through. The length of lowbit.json depends on digits: those of the
-scales' ranges, of the shares that a draft head's tokens are, and of a calibration's windows.
+draft head and frequent rows, and what is passed through. The length of lowbit.json depends on
+digits: those of the scales' ranges, of the shares that tokens of such rows are, and of a
+calibration's windows.
 """
 
 from collections.abc import Mapping
@@ -13,12 +14,13 @@ from pathlib import Path
 import torch
 
 from lowbit.convert.pipeline.folder import copies, generated_files
-from lowbit.convert.plan.plan import Plan, draft_scheme, source_rows
+from lowbit.convert.plan.plan import Plan, draft_scheme, frequent_scheme, source_rows
 from lowbit.convert.quantize.session import SAMPLES, CalibrationRequest, record_of
 from lowbit.convert.texts.calibration import BUNDLED_NAME
 from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.folder_size import counted_bytes
+from lowbit.formats.frequent_rows import FREQUENT_FILE
 from lowbit.formats.hub.locate import Location
 from lowbit.formats.layout.manifest import (
     MANIFEST_FILE,
@@ -30,6 +32,7 @@ from lowbit.formats.layout.manifest import (
     Source,
 )
 from lowbit.formats.layout.packing import SCALE
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.printable import printable
 from lowbit.formats.safetensors.checkpoint import DTYPE_NAMES
 
@@ -99,6 +102,8 @@ def predicted_bytes(
     sizes = {**files.sizes, **generated, **{shard.file: shard.size for shard in plan.shards}}
     if plan.draft_rows:
         sizes[DRAFT_FILE] = plan.draft_bytes
+    if plan.frequent_rows:
+        sizes[FREQUENT_FILE] = plan.frequent_bytes
     method = plan.method
     scale, share = (LONGEST_SCALE, LONGEST_SHARE) if at_most else (USUAL_SCALE, USUAL_SHARE)
     manifest = Manifest(
@@ -110,6 +115,7 @@ def predicted_bytes(
         files=tuple(OutputFile(name, size, HASH) for name, size in sizes.items()),
         calibration=_calibration(texts.calibration, device) if method.calibrated else None,
         draft_head=_draft_head(plan, texts.draft, share) if plan.draft_rows else None,
+        frequent_rows=_frequent_rows(plan, share) if plan.frequent_rows else None,
     )
     return counted_bytes({**sizes, MANIFEST_FILE: len(manifest.to_bytes())})
 
@@ -158,10 +164,20 @@ def _calibration(request: CalibrationRequest, device: torch.device) -> Calibrati
 
 
 def _draft_head(plan: Plan, text: Path | None, share: float) -> CountedRows:
+    name = BUNDLED_NAME if text is None else printable(text.name)
+    return _counted(plan.draft_rows, draft_scheme(plan.config, plan.recipe), name, share)
+
+
+def _frequent_rows(plan: Plan, share: float) -> CountedRows:
+    scheme = frequent_scheme(plan.config, plan.recipe)
+    return _counted(plan.frequent_rows, scheme, BUNDLED_NAME, share)
+
+
+def _counted(rows: int, scheme: Scheme, text: str, share: float) -> CountedRows:
     return CountedRows(
-        rows=plan.draft_rows,
-        group_size=draft_scheme(plan.config, plan.recipe).group_size,
-        text=BUNDLED_NAME if text is None else printable(text.name),
+        rows=rows,
+        group_size=scheme.group_size,
+        text=text,
         text_sha256=HASH,
         tokens=MANY,
         coverage=share,

@@ -32,6 +32,8 @@ from lowbit.formats.draft_head import BITS as DRAFT_BITS
 from lowbit.formats.draft_head import draft_head_size
 from lowbit.formats.errors import CheckpointError, QuantizationError
 from lowbit.formats.files.reading import MAX_TEXT_BYTES
+from lowbit.formats.frequent_rows import BITS as FREQUENT_BITS
+from lowbit.formats.frequent_rows import frequent_rows_size
 from lowbit.formats.hub.ids import HUB_ID
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Fate, SourceTensor, json_bytes
 from lowbit.formats.layout.packing import packed_shapes
@@ -92,6 +94,7 @@ class Plan:
     # Parts of the tensors that a rotation changes, by name in the result.
     rotated: Mapping[str, Role]
     draft_rows: int  # rows of the draft head; 0 without one
+    frequent_rows: int = 0  # rows of the head in INT8 beside one of fewer bits
 
     @property
     def source_bytes(self) -> int:
@@ -122,6 +125,20 @@ class Plan:
         return draft_head_size(self.draft_rows, hidden, draft_scheme(self.config, self.recipe))
 
     @property
+    def frequent_bytes(self) -> int:
+        """Bytes of the file of frequent rows."""
+        if not self.frequent_rows:
+            return 0
+        hidden = read_config(self.config).hidden_size
+        scheme = frequent_scheme(self.config, self.recipe)
+        return frequent_rows_size(self.frequent_rows, hidden, scheme)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that bits per weight count: of all shards, and of frequent rows."""
+        return self.output_bytes + self.frequent_bytes
+
+    @property
     def parameters(self) -> dict[Part, int]:
         """Weights of the source by part, a stale copy of a tied embedding left out."""
         counts: dict[Part, int] = {}
@@ -134,7 +151,7 @@ class Plan:
     @property
     def bits_per_weight(self) -> float:
         """Bits of the weight files over the parameters they hold."""
-        return bits_per_weight(self.output_bytes, self.written_parameters)
+        return bits_per_weight(self.weight_bytes, self.written_parameters)
 
     @property
     def written_parameters(self) -> int:
@@ -219,7 +236,9 @@ def make_plan(
     shards = lay_out(outputs, max_shard_bytes)
     rows = draft_rows(config, recipe, drafts)
     final = replace(recipe, method=method)
-    return Plan(out_config, final, method, tuple(steps), tuple(shards), schemes, rotated, rows)
+    written = tuple(steps), tuple(shards)
+    frequent = _frequent_rows(config, recipe, schemes.get("lm_head"))
+    return Plan(out_config, final, method, *written, schemes, rotated, rows, frequent)
 
 
 def _check_recipe(config: Mapping[str, Any], recipe: Recipe) -> None:
@@ -387,7 +406,11 @@ def check_drafter(config: Mapping[str, Any], recipe: Recipe) -> None:
     Raises:
         QuantizationError: naming the option.
     """
-    given = {"--lm-head": recipe.head, "--draft-vocabulary": recipe.draft_vocabulary}
+    given = {
+        "--lm-head": recipe.head,
+        "--draft-vocabulary": recipe.draft_vocabulary,
+        "--frequent-rows": recipe.frequent_rows,
+    }
     for option, value in given.items():
         if value and is_drafter(config):
             raise QuantizationError(
@@ -415,6 +438,32 @@ def draft_rows(config: Mapping[str, Any], recipe: Recipe, drafts: bool) -> int:
             hint="give a smaller --draft-vocabulary, or 0 to draft with the whole head",
         )
     return recipe.draft_vocabulary
+
+
+def _frequent_rows(config: Mapping[str, Any], recipe: Recipe, head: Scheme | None) -> int:
+    """Frequent rows that a recipe asks for; `head` is the scheme of the head beside them."""
+    if not recipe.frequent_rows:
+        return 0
+    if head is None or head.bits >= FREQUENT_BITS:
+        raise QuantizationError(
+            f"frequent rows in INT8 beside a head in {head or 'its stored dtype'}, which loses "
+            "nothing that they bring back",
+            hint="give the head fewer bits with --lm-head int4, or leave out --frequent-rows",
+        )
+    vocabulary = read_config(config).vocab_size
+    if recipe.frequent_rows >= vocabulary:
+        raise QuantizationError(
+            f"{recipe.frequent_rows} frequent rows, expected fewer than the model's {vocabulary}",
+            hint="give a smaller --frequent-rows, or --lm-head int8",
+        )
+    return recipe.frequent_rows
+
+
+def frequent_scheme(config: Mapping[str, Any], recipe: Recipe) -> Scheme:
+    """INT8 in the recipe's groups, or the next smaller ones that fit."""
+    return Scheme(
+        FREQUENT_BITS, fitting_group_size(read_config(config).hidden_size, recipe.group_size)
+    )
 
 
 def draft_scheme(config: Mapping[str, Any], recipe: Recipe) -> Scheme:

@@ -117,6 +117,9 @@ class Recipe:
     draft_vocabulary: int | None = None
     positive_scales: bool = False  # take positive scales only; `absmax` takes no others
     embedding: Embedding = "bf16"  # packed rows are dequantized as they are looked up
+    # Rows of the head for frequent tokens in INT8, beside a head of fewer bits: 4 unless `head` or
+    # an override says otherwise
+    frequent_rows: int = 0
 
     def __post_init__(self) -> None:
         """Refuse values that no recipe has."""
@@ -140,6 +143,8 @@ class Recipe:
             raise QuantizationError(
                 f"a draft vocabulary of {self.draft_vocabulary} tokens, expected 0 or more"
             )
+        if self.frequent_rows < 0:
+            raise QuantizationError(f"{self.frequent_rows} frequent rows, expected 0 or more")
         named = [override for override in self.overrides if override.names_mtp]
         if self.mtp == DROP and named:
             raise QuantizationError(
@@ -154,10 +159,14 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """The object that lowbit.json holds; `absmax` is round-to-nearest with these scales."""
-        # A key of a packed embedding alone keeps the bytes of all other folders.
-        packed = {} if self.embedding == "bf16" else {"embedding": self.embedding}
+        # Keys of what few folders have keep the bytes of all others.
+        seldom: dict[str, Any] = {}
+        if self.embedding != "bf16":
+            seldom["embedding"] = self.embedding
+        if self.frequent_rows:
+            seldom["frequent_rows"] = self.frequent_rows
         return {
-            **packed,
+            **seldom,
             "recipe": self.base,
             "method": str(RTN if self.method == ABSMAX else self.method),
             "scales": self.rule,
@@ -183,6 +192,7 @@ class Recipe:
                 group_size=content["group_size"],
                 head=content["lm_head"],
                 embedding=content.get("embedding", "bf16"),
+                frequent_rows=content.get("frequent_rows", 0),
                 overrides=tuple(Override.parse(text) for text in content["overrides"]),
                 drop_vision=content["drop_vision"],
                 method=Method.parse("absmax" if absmax else content["method"]),
@@ -249,8 +259,8 @@ class Recipe:
     def scheme_of(self, spec: TensorSpec) -> Scheme | None:
         """The scheme of one linear, which may not fit it; None for a linear left as it is."""
         bits, group = BITS_BY_ROLE[self.base][spec.role], None
-        if spec.role == "head" and self.head is not None:
-            bits = HEAD_BITS[self.head]
+        if spec.role == "head" and (self.head is not None or self.frequent_rows):
+            bits = HEAD_BITS[self.head or "int4"]
         if spec.role == "mtp" and self.mtp is not None:
             bits = MTP_BITS[self.mtp]
         for override in self.overrides:

@@ -96,6 +96,7 @@ def _of_folder(packed: PackedCheckpoint) -> dict[str, Any]:
         "mtp": any(part_of(config, spec.name) == "mtp" for spec in packed.specs),
         "drafter": is_drafter(config),
         "packed_drafter": packed_drafter(config, packed.schemes.values()),
+        "frequent": None if manifest is None else manifest.frequent_rows,
         "rotated": is_rotated(manifest),
         "kept": read_kept_vocabulary(packed.checkpoint.folder),
         "verifiable": manifest is not None,

@@ -50,8 +50,8 @@ def conversion(result: Result) -> None:
     for engine, reasons in refusals(done.plan).items():
         for text in reasons:
             warn(f"{engine} cannot load the result: {text}")
-    if done.manifest.draft_head is not None:
-        console.print(_draft_head(done.manifest.draft_head))
+    for name, made in _head_rows(done):
+        console.print(_described(name, made))
     if missing := without_tokenizer(done):
         warn(missing)
     _files(found)
@@ -87,11 +87,20 @@ def next_commands(done: Conversion, found: Reported) -> list[list[str]]:
     return commands
 
 
-def _draft_head(made: CountedRows) -> Text:
+def _head_rows(done: Conversion) -> list[tuple[str, CountedRows]]:
+    """Rows of the head in files of their own, by what they are."""
+    made = {
+        "draft head": done.manifest.draft_head,
+        "frequent rows of the head": done.manifest.frequent_rows,
+    }
+    return [(name, rows) for name, rows in made.items() if rows is not None]
+
+
+def _described(name: str, made: CountedRows) -> Text:
     if made.text is None:
-        return Text(f"draft head: {made.rows:,} tokens by id, without a tokenizer to count them")
+        return Text(f"{name}: {made.rows:,} tokens by id, without a tokenizer to count them")
     return Text(
-        f"draft head: {made.rows:,} tokens, {percent(made.coverage, 1)} of {printable(made.text)}, "
+        f"{name}: {made.rows:,} tokens, {percent(made.coverage, 1)} of {printable(made.text)}, "
         f"{percent(made.held_out, 1)} of the half left out of a count"
     )
 
@@ -118,6 +127,7 @@ def conversion_json(result: Result) -> dict[str, Any]:
     """The object of `quantize --json`, but for what was published."""
     done, found = result.conversion, result.report
     quality, made = found.quality, done.manifest.draft_head
+    frequent = done.manifest.frequent_rows
     verdict = judge(quality)
     return {
         "folder": str(done.folder),
@@ -129,6 +139,7 @@ def conversion_json(result: Result) -> dict[str, Any]:
         "seconds": done.seconds,
         "calibration": [asdict(row) for row in done.calibration],
         "draft_head": made and asdict(made),
+        "frequent_rows": frequent and asdict(frequent),
         "verdict": asdict(verdict),
         "quality": quality.to_json(stated_verdict(verdict)),
         "notes": [*filter(None, [without_tokenizer(done)]), *found.notes],

@@ -109,6 +109,11 @@ def _size_lines(made: Plan, sizes: PredictedSizes) -> Iterator[str]:
             f"draft head: {made.draft_rows:,} rows of lm_head, INT4, "
             f"{size(made.draft_bytes)} in draft/"
         )
+    if made.frequent_rows:
+        yield (
+            f"frequent rows: {made.frequent_rows:,} rows of lm_head, INT8, "
+            f"{size(made.frequent_bytes)} in frequent/"
+        )
     yield from filter(None, (smaller_groups(made), few_bits(made)))
 
 
@@ -199,6 +204,8 @@ def plan_json(source: str, ahead: Estimate, sizes: PredictedSizes) -> dict[str, 
         },
         "draft_rows": made.draft_rows,
         "draft_bytes": made.draft_bytes,
+        "frequent_rows": made.frequent_rows,
+        "frequent_bytes": made.frequent_bytes,
         "peak_ram_bytes": conversion_memory(ahead).ram,
         "peak_gpu_bytes": conversion_memory(ahead).gpu,
         "effort": effort_json(ahead.effort),
