@@ -33,7 +33,7 @@ from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
 from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear, TiledLinear, counters, rounding
 from lowbit.runtime.models.architectures import BUILD, DRAFTER_BUILD, HEADS
-from lowbit.runtime.models.draft_output import DraftRows
+from lowbit.runtime.models.selected_rows import SelectedRows
 from lowbit.runtime.state.device_state import CacheSize, kv_pages
 from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
@@ -358,10 +358,14 @@ def add_drafter(
     runner.chunks = new_chunks(runner.decoder, runner.each_layer, runner.tables, runner.graphs)
 
 
-def random_rows(weights: RandomWeights, count: int, vocabulary: int, hidden: int) -> DraftRows[Any]:
+def random_rows(
+    weights: RandomWeights, count: int, vocabulary: int, hidden: int
+) -> SelectedRows[Any]:
     """So many rows of a head in INT4, of tokens all over the vocabulary."""
     ids = torch.arange(count, device=weights.device) * (vocabulary // count)
-    return DraftRows(ids, weights.packed(4, count, hidden, inputs=HEAD_INPUTS[weights.activations]))
+    return SelectedRows(
+        ids, weights.packed(4, count, hidden, inputs=HEAD_INPUTS[weights.activations])
+    )
 
 
 def standing_sequences(

@@ -53,7 +53,6 @@ from lowbit.runtime.engine.vision import open_vision
 from lowbit.runtime.kernels.launch.card import Card
 from lowbit.runtime.kernels.rotate_patches import rotate_patches
 from lowbit.runtime.models.architectures import DRAFTER_BUILD
-from lowbit.runtime.models.draft_output import draft_rows
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import (
     OpenedModel,
@@ -63,6 +62,7 @@ from lowbit.runtime.models.loader import (
     with_drafter,
     with_head_rows,
 )
+from lowbit.runtime.models.selected_rows import selected_rows
 from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.sampling_params import SamplingParams, sampling_defaults
 from lowbit.runtime.state.step import Ending, StepPlan
@@ -229,7 +229,7 @@ def meta_blocks(opened: OpenedModel, options: LoadOptions, runner: Runner) -> Bl
     pages = kv_pages(own.config, runner.state.pages.count, kind, "meta")
     build = DRAFTER_BUILD[kind_of(own.checkpoint.config)]
     drafter = build(own.config, weights, cuda, runner.context)
-    rows = draft_rows(opened.draft, weights)
+    rows = selected_rows(opened.draft, weights)
     return new_blocks(drafter, runner.decoder, pages, rows, runner.tables.shape[0], DTYPE)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.models.layer_parts import Mlp, embed, last_of, read_ends, read_mlp, run_mlp
+from lowbit.runtime.models.selected_rows import SelectedRows, head_logits
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.rope import rope_tables
 from lowbit.runtime.state.step import Step
@@ -44,6 +45,7 @@ class Dense(Generic[W]):
     norm: Tensor  # [h]
     head: W  # [V, h]
     ops: Ops[W]
+    frequent: SelectedRows[W] | None = None  # rows of the head in more bits; None without some
     mtp: None = None  # no checkpoint of these families has a head that predicts several tokens
 
     def hidden(self, ids: Tensor, state: DeviceState, step: Step) -> Tensor:
@@ -76,9 +78,8 @@ class Dense(Generic[W]):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [M, h] to [M, V] float32."""
-        return self.ops.product(
-            hidden, self.head, norm=self.norm, eps=self.config.rms_norm_eps, logits=True
-        )
+        ends = self.head, self.norm, self.config.rms_norm_eps
+        return head_logits(self.ops, hidden, *ends, self.frequent)
 
 
 def build(

@@ -6,21 +6,11 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lowbit.formats.head_rows import PackedRows
 from lowbit.runtime.backends.ops import Ops
+from lowbit.runtime.models.selected_rows import SelectedRows
 from lowbit.runtime.state.sampler import SamplerRows
-from lowbit.runtime.weights.linear import PackedLinear
-from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRows(Generic[W]):
-    """The rows of the target's head that drafts are chosen from."""
-
-    ids: Tensor  # [N] int64, token of every row
-    head: W  # [N, h]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +22,7 @@ class DraftOutput(Generic[W]):
     eps: float  # of the norm
     head: W  # [V, h], of the target
     vocabulary: int  # V of the target
-    rows: DraftRows[W] | None = None  # that drafts are chosen from; None for all
+    rows: SelectedRows[W] | None = None  # that drafts are chosen from; None for all
 
     def choose(
         self,
@@ -99,17 +89,3 @@ class DraftOutput(Generic[W]):
         shape = len(logits), self.vocabulary
         wide = torch.full(shape, -torch.inf, dtype=logits.dtype, device=logits.device)
         return wide.index_copy_(1, self.rows.ids, logits[:, : self.candidates])
-
-
-def draft_rows(draft: PackedRows | None, weights: Weights[W]) -> DraftRows[W] | None:
-    """The rows of a draft head on the model's device; None without one."""
-    if draft is None:
-        return None
-    packed = PackedLinear(
-        codes=draft.packed.to(weights.device),
-        scales=draft.scale.to(weights.device),
-        bits=draft.scheme.bits,
-        group_size=draft.scheme.group_size or 0,
-    )
-    head = weights.prepare(packed, False, "exact")
-    return DraftRows(draft.ids.long().to(weights.device), head)

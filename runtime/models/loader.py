@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from lowbit.formats.activation_modes import Activations, Inputs
+from lowbit.formats.activation_modes import Activations, Inputs, inputs_of
 from lowbit.formats.architectures import (
     DRAFTERS,
     Config,
@@ -23,6 +23,7 @@ from lowbit.formats.architectures import (
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.draft_head import open_draft_head
 from lowbit.formats.errors import RequestError, UnsupportedModelError
+from lowbit.formats.frequent_rows import open_frequent_rows
 from lowbit.formats.head_rows import PackedRows
 from lowbit.formats.layout.manifest import is_rotated
 from lowbit.formats.layout.packing import PACKED, SCALE
@@ -42,7 +43,7 @@ from lowbit.runtime.models.architectures import (
     BlockDrafter,
     Model,
 )
-from lowbit.runtime.models.draft_output import DraftRows, draft_rows
+from lowbit.runtime.models.selected_rows import SelectedRows, selected_rows
 from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
 from lowbit.runtime.weights.linear import Linear
 from lowbit.runtime.weights.quantized import quantized
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 
     Decoder = Model[CpuLinear] | Model[GpuLinear] | Model[RankLinear] | SharedDecoder
     Drafter = BlockDrafter[CpuLinear] | BlockDrafter[GpuLinear]
-    Rows = DraftRows[CpuLinear] | DraftRows[GpuLinear]
+    Rows = SelectedRows[CpuLinear] | SelectedRows[GpuLinear]
 else:  # that module needs triton, which the CPU does without
     Decoder = Model
 W = TypeVar("W")
@@ -75,6 +76,7 @@ class OpenedModel:
     head: bool = False  # read the head for multi-token prediction too
     # Rows that its drafts are chosen from; None for all of the vocabulary
     draft: PackedRows | None = None
+    frequent: PackedRows | None = None  # rows of the head in more bits; None without some
     drafter: "OpenedModel | None" = None  # its drafter; None without one; it excludes the head
     activations: Activations = "exact"  # inputs of its packed linears, heads aside
     rotated: bool = False  # whether hidden states are in another basis than the original's
@@ -96,7 +98,7 @@ class OpenedModel:
     def weight_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory the weights will take on `cpu` or `cuda`."""
         size = 0 if self.draft is None else self.draft.packed.nbytes + self.draft.scale.nbytes
-        size += self.drafting_bytes(device, dtype)
+        size += self._frequent_bytes(device, dtype) + self.drafting_bytes(device, dtype)
         ends = KEPT_TWICE.get(kind_of(self.checkpoint.config), ())
         twice = (spec for spec in self.specs if spec.quantizable and spec.module.endswith(ends))
         size += sum(self._bytes_of(spec, device, dtype) for spec in twice)
@@ -146,6 +148,16 @@ class OpenedModel:
         """Memory that the experts of the decoder will take."""
         experts = (spec for spec in self.specs if spec.role == "expert")
         return sum(self._bytes_of(spec, device, dtype) for spec in experts)
+
+    def _frequent_bytes(self, device: str, dtype: torch.dtype) -> int:
+        """Memory of the head's frequent rows."""
+        rows = self.frequent
+        if rows is None:
+            return 0
+        if device != "cpu":
+            return rows.packed.nbytes + rows.scale.nbytes
+        N, K = len(rows.ids), self.config.hidden_size
+        return prepared_bytes(N, K, rows.scheme, rows.scale.dtype, dtype)
 
     def _bytes_of(self, spec: TensorSpec, device: str, dtype: torch.dtype) -> int:
         if spec.is_embedding and self.schemes.get(spec.module) is not None:
@@ -213,6 +225,7 @@ def open_model(
         schemes=packed.schemes,
         head=head,
         draft=open_draft_head(folder, config) if head and quantize is None else None,
+        frequent=None if quantize else open_frequent_rows(folder, config, packed.manifest),
         rotated=is_rotated(packed.manifest),
     )
 
@@ -396,14 +409,14 @@ def load_drafter(
     build, config = DRAFTER_BUILD[kind_of(own.checkpoint.config)], own.config
     if device == "cpu":
         to_cpu = with_head_rows(cpu_weights(own, dtype), opened.draft)
-        on_cpu = build(config, to_cpu, cpu, context), draft_rows(opened.draft, to_cpu)
+        on_cpu = build(config, to_cpu, cpu, context), selected_rows(opened.draft, to_cpu)
         to_cpu.check_finite()
         return on_cpu
     from lowbit.runtime.backends import cuda  # needs triton and a GPU
 
     cuda.check_attention(config.head_dim, config.rotary_dim)
     to_cuda = with_head_rows(cuda_weights(own, device, dtype, launches), opened.draft)
-    on_cuda = build(config, to_cuda, cuda, context), draft_rows(opened.draft, to_cuda)
+    on_cuda = build(config, to_cuda, cuda, context), selected_rows(opened.draft, to_cuda)
     to_cuda.check_finite()
     torch.cuda.empty_cache()  # buffers of rows on their way to tiles
     return on_cuda
@@ -474,6 +487,9 @@ def build_decoder(opened: OpenedModel, weights: Weights[W], ops: Ops[W], context
     content = opened.checkpoint.config
     prefix = prefix_of(content, opened.checkpoint.tensors)
     model = BUILD[content["model_type"]](opened.config, prefix, weights, ops, context)
+    if opened.frequent is not None:
+        inputs = inputs_of(opened.activations, head=True, normed=False, rotated=opened.rotated)
+        model = replace(model, frequent=selected_rows(opened.frequent, weights, inputs))
     if not opened.head:
         return model
     return HEADS[content["model_type"]](model, weights, opened.draft)

@@ -33,7 +33,7 @@ def lone_head(opened: OpenedModel) -> OpenedModel:
         for spec in opened.specs
         if part_of(config, spec.name) == "mtp" or (own and spec.module == HEAD)
     )
-    return replace(opened, specs=specs, drafter=None)
+    return replace(opened, specs=specs, drafter=None, frequent=None)
 
 
 def lone_trunk(model: Any, lone: OpenedModel, weights: Weights[W], ops: Any) -> Any:

@@ -12,6 +12,7 @@ from lowbit.formats.architectures.decoder import FULL
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.models.layer_parts import Mlp, embed, last_of, read_ends, read_mlp, run_mlp
+from lowbit.runtime.models.selected_rows import SelectedRows, head_logits
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.rope import Rope, rope_by_axes, rope_tables
 from lowbit.runtime.state.step import Step
@@ -65,6 +66,7 @@ class Qwen35(Generic[W]):
     head: W  # [V, h]
     rope: Rope
     ops: Ops[W]
+    frequent: SelectedRows[W] | None = None  # rows of the head in more bits; None without some
     mtp: "MtpHead[W] | None" = None
 
     def hidden(self, ids: Tensor, state: DeviceState, step: Step) -> Tensor:
@@ -119,9 +121,8 @@ class Qwen35(Generic[W]):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [M, h] to [M, V] float32."""
-        return self.ops.product(
-            hidden, self.head, norm=self.norm, eps=self.config.rms_norm_eps, logits=True
-        )
+        ends = self.head, self.norm, self.config.rms_norm_eps
+        return head_logits(self.ops, hidden, *ends, self.frequent)
 
 
 def build(

@@ -16,9 +16,10 @@ from torch import Tensor
 from lowbit.formats.architectures.decoder import FULL
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.head_rows import PackedRows
-from lowbit.runtime.models.draft_output import DraftOutput, DraftRows, draft_rows
+from lowbit.runtime.models.draft_output import DraftOutput
 from lowbit.runtime.models.layer_parts import embed
 from lowbit.runtime.models.qwen3_5 import Layer, Qwen35, read_gain, read_layer
+from lowbit.runtime.models.selected_rows import SelectedRows, selected_rows
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.table import PackedTable
@@ -37,7 +38,7 @@ class MtpHead(Generic[W]):
     fc: W  # [h, 2 * h], columns of the embedding first
     layer: Layer[W]  # with attention
     norm: Tensor  # [h]
-    rows: DraftRows[W] | None = None  # that drafts are chosen from; None for all
+    rows: SelectedRows[W] | None = None  # that drafts are chosen from; None for all
     lone: bool = False  # its keys and values have pages of their own; see `lone_head`
 
     def hidden(
@@ -97,7 +98,7 @@ def with_head(
         fc=weights.linear("mtp.fc"),
         layer=read_layer(weights, "mtp.layers.0", FULL, index, model.config, model.rope),
         norm=read_gain(weights, "mtp.norm.weight"),
-        rows=draft_rows(draft, weights),
+        rows=selected_rows(draft, weights),
         lone=lone,
     )
     return replace(model, mtp=head)

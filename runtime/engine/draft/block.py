@@ -20,7 +20,8 @@ from lowbit.runtime.engine.load_options import MOST_DRAFTS
 from lowbit.runtime.engine.stats import Source
 from lowbit.runtime.models.architectures import BlockDrafter
 from lowbit.runtime.models.block_head import Choice
-from lowbit.runtime.models.draft_output import DraftOutput, DraftRows
+from lowbit.runtime.models.draft_output import DraftOutput
+from lowbit.runtime.models.selected_rows import SelectedRows
 from lowbit.runtime.state.block_inputs import BlockInputs, new_block_inputs
 from lowbit.runtime.state.decode_inputs import HIDDEN_RING, new_hidden_ring
 from lowbit.runtime.state.host_rings import RING, new_ring, write_rows
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from lowbit.runtime.kernels.linear.tiles import GpuLinear  # needs triton, which a CPU may lack
 
     Drafter = BlockDrafter[CpuLinear] | BlockDrafter[GpuLinear]
-    Rows = DraftRows[CpuLinear] | DraftRows[GpuLinear]
+    Rows = SelectedRows[CpuLinear] | SelectedRows[GpuLinear]
 
 GUESS = 0.75  # of how often a draft is accepted behind accepted ones, before any was checked
 

@@ -20,8 +20,9 @@ from lowbit.runtime.engine.draft.block import Blocks
 from lowbit.runtime.engine.memory import Account
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.models.block_head import Choice
-from lowbit.runtime.models.draft_output import DraftOutput, DraftRows
+from lowbit.runtime.models.draft_output import DraftOutput
 from lowbit.runtime.models.loader import load_drafter, open_model, with_drafter
+from lowbit.runtime.models.selected_rows import SelectedRows
 from lowbit.runtime.state.device_state import CacheSize, kv_pages
 from lowbit.runtime.state.host_rings import new_ring
 from lowbit.runtime.state.sampler import new_sampler_rows
@@ -349,7 +350,7 @@ def test_fewer_rows_than_a_head_has_candidates(tmp_path: Path, kind: str, with_r
     drafter, rows = load_drafter(opened, "cpu", torch.float32, 64)
     assert drafter.head is not None
     assert rows is not None
-    few: Any = DraftRows(rows.ids[-5:], DenseLinear(torch.randn(5, 256)))
+    few: Any = SelectedRows(rows.ids[-5:], DenseLinear(torch.randn(5, 256)))
     output: Any = DraftOutput(cpu, drafter.norm, 1e-6, None, SHORT_VOCABULARY, few)
     for params in (GREEDY, HOT, STRICT):
         hidden = torch.randn(2, drafter.blocks.size, 256)
