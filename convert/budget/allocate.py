@@ -4,8 +4,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
+from lowbit.convert.budget.frequent import FREQUENT_ROWS, loss_left
 from lowbit.convert.budget.knapsack import Option, choose
 from lowbit.convert.budget.sensitivities import Row, by_set
 from lowbit.convert.plan.plan import Plan
@@ -83,8 +86,10 @@ def allocate(
 ) -> Allocation:
     """Choose the schemes with the least sum of KL that the budget allows.
 
-    Sets that the recipe's overrides or its head option name keep the scheme given there; so do
-    linears of multi-token prediction. The budget counts the headers of the files of that choice.
+    Where the recipe leaves frequent rows open, they are taken beside a head of 4 bits if that costs
+    less than any head without them. Sets that the recipe's overrides or its head option name keep
+    the scheme given there; so do linears of multi-token prediction. The budget counts the headers
+    of the files of that choice.
 
     Args:
         rows: the cost of each scheme of each set.
@@ -97,6 +102,18 @@ def allocate(
     Raises:
         QuantizationError: no choice fits, or the model as stored fits.
     """
+    if recipe.frequent_rows is None:
+        plain, beside_rows = (
+            partial(allocate, config, tensors, replace(recipe, frequent_rows=number))
+            for number in (0, FREQUENT_ROWS)
+        )
+        given = rows, target, plan_with, beside, keeps_stored
+        without = plain(*given)
+        try:
+            found = beside_rows(*given)
+        except QuantizationError:  # a head of other bits, a small vocabulary, or no room
+            return without
+        return min(without, found, key=attrgetter("kl"))
     sets = fused_sets(config, tensors)
     candidates = _candidates(config, tensors, recipe, sets, rows, keeps_stored)
 
@@ -150,7 +167,8 @@ def _candidates(
             given = measured[fused.name]
             losses |= {row.scheme: row.kl for row in given if math.isfinite(row.kl)}
             if members[0].role == "head" and recipe.frequent_rows:  # beside a head of fewer bits
-                losses = {s: kl for s, kl in losses.items() if s and s.bits < FREQUENT_BITS}
+                left = loss_left(recipe.frequent_rows)
+                losses = {s: left * kl for s, kl in losses.items() if s and s.bits < FREQUENT_BITS}
         candidates[fused.name] = [
             _Candidate(scheme, Option(fused.file_bytes(scheme), kl))
             for scheme, kl in losses.items()

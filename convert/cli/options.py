@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
+from lowbit.convert.budget.frequent import FREQUENT_ROWS
 from lowbit.formats.activation_modes import ACTIVATIONS
 from lowbit.formats.errors import LowbitError, QuantizationError, RequestError, ResourceError
 from lowbit.formats.layout.recipes import BITS_BY_ROLE
@@ -173,6 +174,13 @@ def shard_option(more: str = "") -> Callable[[Command], Command]:
 
 
 revision = click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub id.")
+
+
+def parse_rows(ctx: click.Context, param: click.Parameter, text: str) -> int | None:
+    """A number of rows, None for `auto`."""
+    return None if text == AUTO else Count(0).convert(text, param, ctx)
+
+
 recipe_options = (
     click.option(
         "--recipe",
@@ -223,14 +231,15 @@ recipe_options = (
     ),
     click.option(
         "--frequent-rows",
-        type=Count(0),
-        metavar="N",
-        default=0,
+        callback=parse_rows,
+        metavar="N|auto",
+        default="0",
         show_default=True,
         help="Also pack, to INT8 in frequent/, the rows of the head for the N tokens that the "
         "bundled calibration text uses most; the head then has 4 bits unless --lm-head or --bits "
         "gives others. lowbit-run alone reads them: other engines and exports have the head by "
-        "itself.",
+        f"itself. auto: {FREQUENT_ROWS:,} where bits are chosen and they cost less than a head "
+        "without them, else none.",
     ),
     click.option(
         "--embedding",
@@ -310,7 +319,7 @@ def make_recipe(
     embedding: str,
     mtp: str | None,
     draft_vocabulary: int | None,
-    frequent_rows: int,
+    frequent_rows: int | None,
     positive_scales: bool,
     drop_vision: bool,
 ) -> "Recipe":

@@ -49,7 +49,9 @@ def plan_effort(
     Raises:
         LowbitError: a source or a recipe that cannot be converted.
     """
-    plan = make_plan(source.config, source.tensors, replace(recipe, method=RTN))
+    # Without frequent rows, which leave the head one of the sets that bits are chosen for.
+    plain = replace(recipe, method=RTN, frequent_rows=0)
+    plan = make_plan(source.config, source.tensors, plain)
     if source.sizes.block_drafts is not None:
         return EffortPlan(effort, Way(RTN), 0.0, DRAFTER)
     facts = gather_facts(source, recipe, plan, calibration, device)

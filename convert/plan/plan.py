@@ -235,9 +235,9 @@ def make_plan(
     out_config = _output_config(config, schemes, kept, drafts)
     shards = lay_out(outputs, max_shard_bytes)
     rows = draft_rows(config, recipe, drafts)
-    final = replace(recipe, method=method)
-    written = tuple(steps), tuple(shards)
     frequent = _frequent_rows(config, recipe, schemes.get("lm_head"))
+    final = replace(recipe, method=method, frequent_rows=frequent)
+    written = tuple(steps), tuple(shards)
     return Plan(out_config, final, method, *written, schemes, rotated, rows, frequent)
 
 

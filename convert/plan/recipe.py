@@ -118,8 +118,8 @@ class Recipe:
     positive_scales: bool = False  # take positive scales only; `absmax` takes no others
     embedding: Embedding = "bf16"  # packed rows are dequantized as they are looked up
     # Rows of the head for frequent tokens in INT8, beside a head of fewer bits: 4 unless `head` or
-    # an override says otherwise
-    frequent_rows: int = 0
+    # an override says otherwise; None to let a choice of bits take them where they cost less
+    frequent_rows: int | None = 0
 
     def __post_init__(self) -> None:
         """Refuse values that no recipe has."""
@@ -143,7 +143,7 @@ class Recipe:
             raise QuantizationError(
                 f"a draft vocabulary of {self.draft_vocabulary} tokens, expected 0 or more"
             )
-        if self.frequent_rows < 0:
+        if self.frequent_rows is not None and self.frequent_rows < 0:
             raise QuantizationError(f"{self.frequent_rows} frequent rows, expected 0 or more")
         named = [override for override in self.overrides if override.names_mtp]
         if self.mtp == DROP and named:

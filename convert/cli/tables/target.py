@@ -76,6 +76,8 @@ def choice(made: TargetChoice) -> None:
     note(f"sensitivities {origin} {costs.file}")
     counts = Counter(str(scheme or "as stored") for scheme in chosen.schemes.values())
     parts = ", ".join(f"{count} {scheme}" for scheme, count in sorted(counts.items()))
+    if chosen.plan.frequent_rows:
+        parts += f", with {chosen.plan.frequent_rows:,} frequent rows of the head in INT8"
     note(
         f"chosen for {len(chosen.schemes)} sets: {parts}; "
         f"{chosen.plan.bits_per_weight:.3f} bits per weight, a folder of "

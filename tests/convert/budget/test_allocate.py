@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowbit.convert.budget import allocate as allocation
 from lowbit.convert.budget.allocate import Allocation, Target, allocate
+from lowbit.convert.budget.frequent import loss_left
 from lowbit.convert.budget.lookup import rows_of
 from lowbit.convert.budget.sensitivities import Row
 from lowbit.convert.plan.method import Method
@@ -247,3 +250,50 @@ def test_a_set_without_sensitivity(tiny: Path) -> None:
     with pytest.raises(FormatError, match="`lm_head` has no sensitivity"):
         run(checkpoint, rows, NINE)
     run(checkpoint, rows, Target(size_bytes=5_000_000), Recipe(head="bf16"))
+
+
+@pytest.mark.parametrize(("left", "chosen"), [(0.01, 64), (1.0, 0)])
+def test_frequent_rows_where_they_cost_less(
+    tmp_path: Path,
+    make_model: MakeModel,
+    monkeypatch: pytest.MonkeyPatch,
+    left: float,
+    chosen: int,
+) -> None:
+    monkeypatch.setattr(allocation, "FREQUENT_ROWS", 64)
+    monkeypatch.setattr(allocation, "loss_left", lambda rows: left)
+    checkpoint = open_checkpoint(make_model(tmp_path / "untied"))
+    rows = [
+        replace(row, kl=50 * row.kl if "head" in row.name else row.kl)
+        for row in plausible(checkpoint)
+    ]
+    open_, none, given = (
+        run(checkpoint, rows, NINE, Recipe(frequent_rows=n)) for n in (None, 0, 64)
+    )
+    assert open_.kl == min(none.kl, given.kl)
+    assert open_.plan.frequent_rows == open_.recipe.frequent_rows == chosen
+    for found in (open_, none, given):
+        assert found.plan.bits_per_weight <= 9
+    head = given.schemes["lm_head"]
+    assert head is not None
+    assert head.bits < 8
+    expected = sum(
+        row.kl * (left if row.name == "lm_head" else 1)
+        for row in rows
+        if given.schemes[row.name] == row.scheme
+    )
+    assert given.kl == pytest.approx(expected)
+
+
+def test_frequent_rows_of_a_model_without_so_many_tokens(tiny: Path) -> None:
+    checkpoint = open_checkpoint(tiny)
+    rows = plausible(checkpoint)
+    found = run(checkpoint, rows, NINE, Recipe(frequent_rows=None))
+    assert found.recipe == run(checkpoint, rows, NINE).recipe
+
+
+def test_what_frequent_rows_leave() -> None:
+    assert [loss_left(n) for n in (0, 256, 4096, 8192, 16384)] == [1.0, 0.63, 0.36, 0.28, 0.28]
+    each = [loss_left(n) for n in range(0, 9000, 100)]
+    assert each == sorted(each, reverse=True)
+    assert loss_left(3072) == pytest.approx(0.397, abs=1e-3)

@@ -37,6 +37,7 @@ def parsed(done: "Result") -> dict[str, Any]:
     ("model", "options"),
     [
         ("short", ()),
+        ("short", ("--frequent-rows", "100", "--method", "rtn")),
         ("short_hybrid", ("--draft-vocabulary", "300", "--max-shard-size", "900kB")),
         ("readable", ("--method", "gptq", "--calib-samples", "2", "--calib-length", "32")),
     ],

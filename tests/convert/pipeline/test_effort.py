@@ -79,6 +79,25 @@ def test_the_default_chooses_bits_in_the_recipes_groups(
     assert bits[f"{layer}.mlp.gate_proj"] == bits[f"{layer}.mlp.up_proj"]
 
 
+@pytest.mark.usefixtures("cache")
+def test_the_default_beside_frequent_rows(
+    source: Path, tmp_path: Path, text: CalibrationRequest
+) -> None:
+    """The bytes that a head of 4 bits frees go to other linears."""
+    given = Recipe(method=None, frequent_rows=64)
+    assert planned(source, frequent_rows=64).way == planned(source).way
+    made = convert(source, tmp_path / "out", given, calibration=text, effort="default").plan
+    checkpoint = open_checkpoint(source)
+    recipe = Recipe(method=made.recipe.method)
+    uniform = make_plan(checkpoint.config, checkpoint.tensors, recipe)
+    assert made.frequent_rows == 64
+    assert made.weight_bytes <= uniform.weight_bytes
+    head = made.schemes["lm_head"]
+    assert head is not None
+    assert head.bits == 4
+    assert any(scheme is not None and scheme.bits == 8 for scheme in made.schemes.values())
+
+
 @pytest.mark.commands
 @pytest.mark.usefixtures("cache")
 def test_chosen_bits_are_what_their_options_make(

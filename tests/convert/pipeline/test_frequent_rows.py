@@ -39,6 +39,7 @@ from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from lowbit.formats.weight_bits import weight_bits
 from tests.conversions import convert
+from tests.convert.conftest import Cli
 from tests.convert.edits import manifest_of
 
 ROWS, h = 100, 256
@@ -185,3 +186,22 @@ def test_recipes_that_are_refused(short: Path, recipe: Recipe, words: str) -> No
 def test_a_negative_number() -> None:
     with pytest.raises(QuantizationError, match="-1 frequent rows, expected 0 or more"):
         Recipe(frequent_rows=-1)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(("--frequent-rows", "50"), 50), (("--frequent-rows", "auto"), 0), ((), 0)],
+)
+def test_numbers_on_a_command_line(
+    cli: Cli, short: Path, given: tuple[str, ...], expected: int
+) -> None:
+    made = json.loads(cli("plan", str(short), "--method", "rtn", "--json", *given).stdout)
+    assert made["frequent_rows"] == expected
+    assert (made["frequent_bytes"] > 0) == (expected > 0)
+
+
+@pytest.mark.parametrize("given", ["-1", "some", "1.5"])
+def test_no_numbers_on_a_command_line(cli: Cli, short: Path, given: str) -> None:
+    done = cli("plan", str(short), "--frequent-rows", given)
+    assert done.exit_code == 2
+    assert "--frequent-rows" in done.output
