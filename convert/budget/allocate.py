@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -103,17 +103,15 @@ def allocate(
         QuantizationError: no choice fits, or the model as stored fits.
     """
     if recipe.frequent_rows is None:
-        plain, beside_rows = (
-            partial(allocate, config, tensors, replace(recipe, frequent_rows=number))
-            for number in (0, FREQUENT_ROWS)
-        )
         given = rows, target, plan_with, beside, keeps_stored
-        without = plain(*given)
-        try:
-            found = beside_rows(*given)
-        except QuantizationError:  # a head of other bits, a small vocabulary, or no room
-            return without
-        return min(without, found, key=attrgetter("kl"))
+        without = replace(recipe, frequent_rows=0)
+        found = [allocate(config, tensors, without, *given)]
+        for number in FREQUENT_ROWS:
+            # A head of other bits, a small vocabulary, or no room.
+            with suppress(QuantizationError):
+                some = replace(recipe, frequent_rows=number)
+                found.append(allocate(config, tensors, some, *given))
+        return min(found, key=attrgetter("kl"))
     sets = fused_sets(config, tensors)
     candidates = _candidates(config, tensors, recipe, sets, rows, keeps_stored)
 

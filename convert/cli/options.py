@@ -238,8 +238,8 @@ recipe_options = (
         help="Also pack, to INT8 in frequent/, the rows of the head for the N tokens that the "
         "bundled calibration text uses most; the head then has 4 bits unless --lm-head or --bits "
         "gives others. lowbit-run alone reads them: other engines and exports have the head by "
-        f"itself. auto: {FREQUENT_ROWS:,} where bits are chosen and they cost less than a head "
-        "without them, else none.",
+        f"itself. auto: {FREQUENT_ROWS[0]:,} to {FREQUENT_ROWS[-1]:,} where bits are chosen and "
+        "that costs less than a head by itself, else none.",
     ),
     click.option(
         "--embedding",

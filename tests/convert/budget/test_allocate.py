@@ -260,7 +260,7 @@ def test_frequent_rows_where_they_cost_less(
     left: float,
     chosen: int,
 ) -> None:
-    monkeypatch.setattr(allocation, "FREQUENT_ROWS", 64)
+    monkeypatch.setattr(allocation, "FREQUENT_ROWS", (64, 10**6))
     monkeypatch.setattr(allocation, "loss_left", lambda rows: left)
     checkpoint = open_checkpoint(make_model(tmp_path / "untied"))
     rows = [
