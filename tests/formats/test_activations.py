@@ -211,12 +211,22 @@ def test_sums_with_integer_scales_fit_32_bits(seed: int, bits: int, K: int) -> N
     codes[1, 1:] = 0
     scales = torch.randn(4, K // 64, generator=generator) * torch.logspace(-30, 30, 4)[:, None]
     scales[2] = scales[2, 0]
-    multiples, _ = integer_scales(codes, scales, bits)
+    multiples, units = integer_scales(codes, scales, bits)
+    assert (scales.double() / units[:, None] - multiples).abs().max() < 0.51
     sizes = codes.long().abs() * multiples.long().abs().repeat_interleave(64, 1)
     largest = sizes.sum(1) * 127 << 8 - bits
     assert (largest < 2**31).all()
     assert (multiples.abs().amax(1) >= 1).all()
     assert (largest[[0, 2, 3]] > (2**30 if K < MOST_COLUMNS else 2**28)).all()  # nor much too small
+
+
+def test_sums_fit_32_bits_for_any_ratio_of_scales() -> None:
+    """The largest scale is that of zeros, so that rounding the other one is all the bound allows."""
+    codes = torch.full((2000, 128), -128, dtype=torch.int8)
+    codes[:, :64] = 0
+    ratios = torch.arange(1, 2001) / 2000
+    multiples, _ = integer_scales(codes, torch.stack((torch.ones(2000), ratios), 1), 8)
+    assert (multiples[:, 1].long() * (64 * 128 * 127) < 2**31).all()
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ def test_the_product_is_the_reference(w: PackedLinear, dtype: torch.dtype, M: in
 @pytest.mark.parametrize("w", WEIGHTS, ids=IDS)
 def test_the_product_of_tokens_with_one_scale_is_the_reference(w: PackedLinear) -> None:
     x, made = inputs(70, w.K, torch.bfloat16), prepare(w, torch.bfloat16, "whole")
+    assert torch.equal(linear(x, made), whole_reference(x, w))
     gain = (1 + 0.1 * torch.randn(w.K, generator=torch.Generator().manual_seed(1))).bfloat16()
     factor = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
     normed = factor * whole_reference((x.float() * gain.float()).bfloat16(), w)
