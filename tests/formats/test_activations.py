@@ -221,7 +221,7 @@ def test_sums_with_integer_scales_fit_32_bits(seed: int, bits: int, K: int) -> N
 
 
 def test_sums_fit_32_bits_for_any_ratio_of_scales() -> None:
-    """The largest scale is that of zeros, so that rounding the other one is all the bound allows."""
+    """The largest scale is that of zeros, so the bound leaves the other its rounding alone."""
     codes = torch.full((2000, 128), -128, dtype=torch.int8)
     codes[:, :64] = 0
     ratios = torch.arange(1, 2001) / 2000
